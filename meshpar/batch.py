@@ -1,0 +1,95 @@
+"""One data-parallel rank's batch, as Hugging Face names it, checked and ready to be cut into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .loss import IGNORE, shift_labels
+
+_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of [rows, seq_len]; ``targets`` are the labels shifted once, so that no later cut can lose one."""
+
+    input_ids: Tensor
+    targets: Tensor
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def seq_len(self) -> int:
+        return self.input_ids.shape[1]
+
+    def model_inputs(self) -> dict[str, Tensor]:
+        """What every stage needs beside its hidden states: masks and positions travel with each microbatch."""
+        inputs = {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
+        return {k: v for k, v in inputs.items() if v is not None}
+
+    def _map(self, fn) -> Batch:
+        return replace(self, **{k: fn(v) for k, v in vars(self).items() if v is not None})
+
+    def chunk(self, count: int) -> list[Batch]:
+        """``count`` microbatches of equal size, in row order."""
+        size = self.rows // count
+        return [self._map(lambda t, i=i: t[i * size : (i + 1) * size]) for i in range(count)]
+
+    def padded_to(self, rows: int) -> Batch:
+        """Repeat the first row, without targets, until there are ``rows``: it adds nothing to loss or gradients."""
+        missing = rows - self.rows
+        if missing <= 0:
+            return self
+        whole = self._map(lambda t: torch.cat((t, t[:1].expand(missing, *t.shape[1:]))))
+        whole.targets[self.rows :] = IGNORE
+        return whole
+
+
+def make_batch(batch: Mapping[str, Tensor], device: torch.device) -> Batch:
+    """Check a batch of input_ids, labels and optionally attention_mask, position_ids, each [rows, seq_len].
+
+    Raises ValueError naming the key for unknown or missing keys, wrong shapes, and packed rows with a padding mask.
+    """
+    unknown = sorted(set(batch) - set(_KEYS))
+    if unknown:
+        raise ValueError(f"batch has the keys {', '.join(unknown)}; meshpar takes {', '.join(_KEYS)}")
+    for key in ("input_ids", "labels"):
+        if key not in batch:
+            raise ValueError(f"batch lacks {key!r}")
+    tensors = {k: v.to(device) for k, v in batch.items() if v is not None}
+    rows, seq_len = tensors["input_ids"].shape
+    for key in ("position_ids",):
+        if key in tensors and tensors[key].shape == (1, seq_len):
+            tensors[key] = tensors[key].expand(rows, -1)
+    for key, value in tensors.items():
+        if value.shape[0] != rows or (value.ndim == 2 and value.shape[1] != seq_len):
+            raise ValueError(f"batch[{key!r}] has shape {list(value.shape)}, input_ids has {[rows, seq_len]}")
+    if rows == 0:
+        tensors = {k: v.new_zeros(1, *v.shape[1:]) for k, v in tensors.items() if k != "attention_mask"}
+        tensors["labels"].fill_(IGNORE)
+    mask = _mask(tensors.get("attention_mask"), tensors.get("position_ids"))
+    return Batch(tensors["input_ids"], shift_labels(tensors["labels"]), mask, tensors.get("position_ids"))
+
+
+def _mask(mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
+    """transformers reads packed documents from restarting positions, but only when there is no mask beside them."""
+    if mask is None or positions is None or mask.ndim != 2:
+        return mask
+    both = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    packed = ((positions[:, 1:] != positions[:, :-1] + 1) & both).any()
+    if not packed:
+        return mask
+    if (mask != 0).all():
+        return None
+    raise ValueError(
+        "batch has position_ids that restart within a row (packed documents) and an attention_mask with zeros; "
+        "leave attention_mask out and give padding its own positions and labels of -100"
+    )

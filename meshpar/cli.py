@@ -1,0 +1,225 @@
+"""The command line. Each command is one function; torch is imported inside those that need it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import ConfigError, ParallelConfig
+from .failure import BAD_USAGE, FAILED, exit_status, one_message, print_error
+from .recipe import Recipe, find_recipe, load_recipe, shipped_recipes
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 success, 1 a failed run or check, 2 bad usage or a bad recipe."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        print_error(error, "" if isinstance(error, ConfigError) else "error: ")
+        return exit_status(error)
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train from a recipe: as a worker under torchrun, else by starting the workers."""
+
+    def run(recipe: Recipe) -> int:
+        from .train.loop import run as run_training
+
+        run_training(recipe)
+        return 0
+
+    return _work(args, run) if _is_worker() else _start_workers(args)
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Compare the recipe's mesh with one process, like `train` inside torchrun or outside."""
+
+    def run(recipe: Recipe) -> int:
+        from .verify import run_recipe
+
+        return 0 if run_recipe(recipe) else FAILED
+
+    return _work(args, run) if _is_worker() else _start_workers(args)
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print the resolved plan of a model; no weights are loaded."""
+    names = ("pp", "dp_replicate", "dp_shard", "tp", "sequence_parallel", "schedule", "virtual_stages", "stage_layers")
+    config = ParallelConfig(**{name: getattr(args, name) for name in names})
+    from .plan import show as show_plan
+
+    print(show_plan(args.model, config))
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a training checkpoint as a Hugging Face directory."""
+    from .checkpoint import export as export_checkpoint
+
+    export_checkpoint(args.checkpoint, args.out_dir)
+    return 0
+
+
+def list_recipes(args: argparse.Namespace) -> int:
+    """Print each shipped recipe's name and the first line of its header."""
+    recipes = shipped_recipes()
+    width = max(map(len, recipes))
+    for name, file in recipes.items():
+        print(f"{name:{width}}  {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+    return 0
+
+
+def cat_recipe(args: argparse.Namespace) -> int:
+    """Print a recipe."""
+    print(find_recipe(args.name).read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def copy_recipe(args: argparse.Namespace) -> int:
+    """Copy a recipe to a file that does not exist yet."""
+    text = find_recipe(args.name).read_text(encoding="utf-8")
+    try:
+        with open(args.file, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{args.file} exists already; give a new file name.") from None
+    return 0
+
+
+def launch(processes: int, arguments: Sequence[str]) -> int:
+    """Start `python -m meshpar ARGUMENTS` in this many processes of this machine through torchrun.
+
+    Returns the exit status. torchrun's log lines and failure summary are kept back: the rank that failed has said why.
+
+    Raises:
+        ConfigError: when this machine has fewer GPUs than that.
+    """
+    import torch
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _check_devices(processes, torch.cuda.device_count() if torch.cuda.is_available() else None)
+    if processes > 1:
+        # One thread a process, as torchrun would set with a warning; processes share the cores.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _quiet_torchrun()
+    options = ["--standalone", f"--nproc-per-node={processes}", "-m", "meshpar", *arguments]
+    try:
+        torchrun.run(torchrun.parse_args(options))
+    except ChildFailedError as error:
+        return _status_of_workers(error)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _is_worker() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _start_workers(args: argparse.Namespace) -> int:
+    recipe = load_recipe(args.recipe, args.overrides)
+    processes = recipe.world_size()
+    recipe.check(processes)
+    return launch(processes, [args.command, args.recipe, *args.overrides])
+
+
+def _work(args: argparse.Namespace, run: Callable[[Recipe], int]) -> int:
+    # Python's handler waits for a collective to return, which may be never; the default one ends the process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with one_message(rank):
+        recipe = load_recipe(args.recipe, args.overrides)
+        recipe.check(world_size)
+    place = _place(rank, recipe.parallel_config(world_size))
+    with one_message(rank, place, recipe.output_dir):
+        # On an error the schedule logs itself in full on every rank; the traceback file has what matters of it.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+        return run(recipe)
+
+
+def _place(rank: int, config: ParallelConfig) -> str:
+    # tp is the innermost dimension of the mesh, pp the outermost.
+    dp_rank, tp_rank = divmod(rank % (config.dp * config.tp), config.tp)
+    return f"pp={rank // (config.dp * config.tp)}, dp={dp_rank}, tp={tp_rank}"
+
+
+def _check_devices(processes: int, gpus: int | None) -> None:
+    if gpus is None or processes <= gpus:
+        return
+    nodes = -(-processes // gpus)
+    command = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    raise ConfigError(
+        f"parallel asks for {processes} processes and this machine has {gpus} GPUs; run this on each of {nodes} such "
+        f"machines: {command} -m meshpar ..."
+    )
+
+
+def _quiet_torchrun() -> None:
+    # torchrun gives each of its loggers a level of its own, so the parent's does not count.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _status_of_workers(error: ChildFailedError) -> int:
+    # Failures come in the order they were seen; after the first, torchrun ends the others with SIGTERM.
+    failures = {rank: f for rank, f in error.failures.items() if f.exitcode != -signal.SIGTERM} or error.failures
+    rank, first = next(iter(failures.items()))
+    if first.exitcode not in (FAILED, BAD_USAGE):
+        how = f"was ended by {first.signal_name()}" if first.exitcode < 0 else f"exited with status {first.exitcode}"
+        reason = "; the machine may have run out of memory" if first.exitcode == -signal.SIGKILL else ""
+        print(f"meshpar: error on rank {rank}: the process {how}{reason}", file=sys.stderr)
+    return BAD_USAGE if first.exitcode == BAD_USAGE else FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshpar", description="Train a Hugging Face model on a pp x dp x tp mesh.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, run in (("train", train), ("verify", verify)):
+        job = _command(commands, name, run)
+        job.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
+        job.add_argument("overrides", metavar="key=value", nargs="*", help="e.g. parallel.tp=2 optim.lr=1e-5")
+    _add_show(_command(commands, "show", show))
+    _add_recipes(_command(commands, "recipes", list_recipes))
+    exporter = _command(commands, "export", export)
+    exporter.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="output_dir/checkpoints/step-N")
+    exporter.add_argument("out_dir", metavar="OUT_DIR", type=Path)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    text = (run.__doc__ or "").splitlines()[0]
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a directory or a hub id")
+    for option in ("pp", "dp-replicate", "dp-shard", "tp", "virtual-stages"):
+        parser.add_argument(f"--{option}", type=int, default=1, metavar="N")
+    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--schedule", default="1F1B", metavar="NAME")
+    parser.add_argument("--stage-layers", type=int, nargs="+", metavar="N", help="decoder layers of each stage")
+
+
+def _add_recipes(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION")
+    copy = _command(actions, "cp", copy_recipe)
+    copy.add_argument("name", metavar="NAME")
+    copy.add_argument("file", metavar="FILE")
+    _command(actions, "cat", cat_recipe).add_argument("name", metavar="NAME")

@@ -1,0 +1,164 @@
+"""Collectives over the tp group that autograd understands, on plain local tensors.
+
+Each pair is written as Megatron-LM names it (arXiv 2104.04473, 2205.05198): what the forward does decides what the
+backward must do. Dropping the backward half leaves the loss exact and the gradients wrong, so the pairs live together.
+
+    function          forward                 backward
+    copy_to           identity                all-reduce
+    reduce_from       all-reduce              identity
+    gather_sequence   all-gather on dim 1     reduce-scatter on dim 1
+    scatter_sum       reduce-scatter, dim 1   all-gather on dim 1
+    split_sequence    own slice of dim 1      all-gather on dim 1
+    sum_both          all-reduce              all-reduce
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+# Functional collectives never write into their input, so activation checkpointing may keep or replay any of them.
+_c10d = torch.ops._c10d_functional
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    """Element-wise reduction of ``x`` over ``group``; no gradient."""
+    if group.size() == 1:
+        return x
+    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, group.group_name))
+
+
+def all_gather_dim1(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[b, s, ...] on each rank -> [b, size * s, ...] in rank order; no gradient."""
+    size, (b, s) = group.size(), x.shape[:2]
+    if size == 1:
+        return x
+    stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    return stacked.view(size, b, s, *x.shape[2:]).transpose(0, 1).reshape(b, size * s, *x.shape[2:])
+
+
+def reduce_scatter_dim1(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[b, size * s, ...] summed over the group -> this rank's [b, s, ...]; no gradient."""
+    size, (b, s) = group.size(), x.shape[:2]
+    if size == 1:
+        return x
+    blocks = x.view(b, size, s // size, *x.shape[2:]).transpose(0, 1).reshape(size * b, s // size, *x.shape[2:])
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(blocks, "sum", size, group.group_name))
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_gather_dim1(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_dim1(grad.contiguous(), ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return reduce_scatter_dim1(x.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather_dim1(grad, ctx.group), None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.chunk(group.size(), dim=1)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather_dim1(grad, ctx.group), None
+
+
+class _SumBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad, ctx.group), None
+
+
+class _ScaleGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Enter a tensor-parallel block with a tensor every rank holds whole."""
+    return x if group.size() == 1 else _Copy.apply(x, group)
+
+
+def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Leave a tensor-parallel block: sum the ranks' partial outputs."""
+    return x if group.size() == 1 else _Reduce.apply(x, group)
+
+
+def sum_both(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A statistic over all ranks' shards that each rank then uses on its own shard (a norm's mean square)."""
+    return x if group.size() == 1 else _SumBoth.apply(x, group)
+
+
+def scale_grad(x: Tensor, factor: float) -> Tensor:
+    """Identity whose gradient is multiplied by ``factor``."""
+    return _ScaleGrad.apply(x, factor)
+
+
+def gather_sequence(x: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:
+    """Sequence shards [b, ceil(seq_len / size), h] -> [b, seq_len, h]; the padding of the last shard is cut off."""
+    return x if group.size() == 1 else _Gather.apply(x, group)[:, :seq_len]
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Partial sums [b, s, h] -> this rank's summed sequence shard [b, ceil(s / size), h]."""
+    return x if group.size() == 1 else _ScatterSum.apply(_pad_sequence(x, group.size()), group)
+
+
+def split_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A tensor every rank holds whole, [b, s, h] -> this rank's sequence shard [b, ceil(s / size), h]."""
+    return x if group.size() == 1 else _Split.apply(_pad_sequence(x, group.size()), group)
+
+
+def _pad_sequence(x: Tensor, size: int) -> Tensor:
+    missing = -x.shape[1] % size
+    return F.pad(x, (0, 0, 0, missing)) if missing else x

@@ -1,0 +1,386 @@
+"""ParallelConfig: the sizes of the mesh, the pipeline schedule and the dtypes, and what makes them legal together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import ParallelismConfig
+
+MESH_SIZES = ("pp", "dp_replicate", "dp_shard", "tp")
+ACTIVATION_CHECKPOINTS = ("none", "selective", "full")
+
+# float16 is left out: its gradients underflow without loss scaling, which meshpar does not do.
+DTYPES = ("float32", "bfloat16")
+
+# torch's PipelineStage carries DTensors between stages from this release on.
+PIPELINE_TORCH = (2, 13)
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message starts with the setting and its value: `tp=5 ...`."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A torch pipeline schedule and what it accepts.
+
+    `microbatches` is the rule torch applies to the number of microbatches of one schedule step: "any"; "stages" (at
+    least one a stage); "rounds" (a multiple of the number of rounds, microbatches // pp, where that is at least 1).
+    """
+
+    name: str
+    least_virtual: int
+    most_virtual: int | None
+    microbatches: Literal["any", "stages", "rounds"]
+
+
+# The rules torch's schedule classes apply; the tests hold this table against the classes themselves.
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("GPipe", 1, 1, "any"),
+        Schedule("1F1B", 1, 1, "stages"),
+        Schedule("Interleaved1F1B", 2, None, "rounds"),
+        Schedule("InterleavedZeroBubble", 2, None, "rounds"),
+        Schedule("ZBVZeroBubble", 2, 2, "any"),
+        Schedule("LoopedBFS", 2, None, "any"),
+        Schedule("DualPipeV", 2, 2, "stages"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a model is laid over the processes of a job: mesh sizes, pipeline schedule, checkpointing and dtypes.
+
+    Args:
+        pp: pipeline-parallel size. One of the four mesh sizes may be -1: whatever is left of the world size.
+        dp_replicate: data-parallel groups that hold a whole copy of the parameters (HSDP); 1 is plain FSDP.
+        dp_shard: processes that one copy of the parameters is sharded over.
+        tp: tensor-parallel size.
+        sequence_parallel: keep norms, dropout and the residual on sequence shards inside the tp group.
+        schedule: a pipeline schedule of torch, in any case; without effect at pp=1.
+        virtual_stages: stages a rank holds, for the interleaved and V schedules; without effect at pp=1.
+        microbatches: microbatches of one schedule step; None leaves it to `choose_microbatches`.
+        stage_layers: decoder layers of each stage, in order; None balances them by FLOPs.
+        activation_checkpoint: "none", "selective" or "full".
+        param_dtype: dtype the parameters are stored and updated in.
+        compute_dtype: dtype of the forward and backward.
+        reduce_dtype: dtype gradients are summed in.
+
+    Raises:
+        ConfigError: (a ValueError) naming the setting, its value and what would work.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    tp: int = 1
+    sequence_parallel: bool = True
+    schedule: str = "1F1B"
+    virtual_stages: int = 1
+    microbatches: int | None = None
+    stage_layers: Sequence[int] | None = None
+    activation_checkpoint: str = "none"
+    param_dtype: str = "float32"
+    compute_dtype: str = "bfloat16"
+    reduce_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        _check_choices(self)
+        _check_stage_layers(self)
+        if self.pp > 1:
+            _check_virtual_stages(self)
+            _check_microbatches(self)
+
+    def resolve(self, world_size: int) -> ParallelConfig:
+        """The same config with -1 filled in, for a job of `world_size` processes.
+
+        Raises:
+            ConfigError: when the sizes do not multiply to `world_size`.
+        """
+        if not _is_int(world_size) or world_size < 1:
+            raise ConfigError(f"world_size={world_size!r} must be a whole number of at least 1.")
+        known = math.prod(size for size in self._sizes.values() if size != -1)
+        free = [name for name, size in self._sizes.items() if size == -1]
+        if free and world_size % known == 0:
+            filled: dict[str, Any] = {free[0]: world_size // known}
+            return dataclasses.replace(self, **filled)
+        if not free and world_size == known:
+            return self
+        raise ConfigError(_mesh_message(self, known, world_size))
+
+    @classmethod
+    def from_accelerate(cls, config: ParallelismConfig) -> ParallelConfig:
+        """The mesh of an `accelerate.ParallelismConfig`; everything it has no word for keeps its default.
+
+        Raises:
+            ConfigError: when it asks for context or Ulysses sequence parallelism.
+        """
+        for name in ("cp_size", "sp_size"):
+            if getattr(config, name) > 1:
+                raise ConfigError(f"{name}={getattr(config, name)} is not supported; set {name}=1.")
+        return cls(dp_replicate=config.dp_replicate_size, dp_shard=config.dp_shard_size, tp=config.tp_size)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size: dp_replicate * dp_shard."""
+        return self._product("dp_replicate", "dp_shard")
+
+    @property
+    def world_size(self) -> int:
+        """Processes the mesh needs."""
+        return self._product(*MESH_SIZES)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of the model: pp * virtual_stages, or 1 where there is no pipeline."""
+        pp = self._product("pp")
+        return pp * self.virtual_stages if pp > 1 else 1
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in MESH_SIZES}
+
+    def _product(self, *names: str) -> int:
+        for name in names:
+            if getattr(self, name) == -1:
+                raise ConfigError(f"{name}=-1 is not known yet; call resolve(world_size) first.")
+        return math.prod(getattr(self, name) for name in names)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name in `DTYPES`."""
+    import torch
+
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def choose_microbatches(config: ParallelConfig, rows: int) -> int:
+    """Microbatches for one schedule step over `rows` rows of a data-parallel rank.
+
+    That is `config.microbatches` where it is set, and 1 without a pipeline. Else the fewest that divide the rows and
+    keep the bubble small (at least 4 * pp), in whole rounds of pp where an interleaved schedule can have them; else one
+    row each. It can exceed `rows` where the schedule needs more: the caller pads the rows.
+    """
+    if config.microbatches is not None:
+        return config.microbatches
+    if config.pp == 1:
+        return 1
+    fitting = [m for m in range(4 * config.pp, rows + 1) if rows % m == 0 and accepts_microbatches(config, m)]
+    if SCHEDULES[config.schedule].microbatches == "rounds":
+        fitting = [m for m in fitting if m % config.pp == 0] or fitting
+    return fitting[0] if fitting else _next_legal(config, max(rows, 1))
+
+
+def accepts_microbatches(config: ParallelConfig, microbatches: int) -> bool:
+    """Whether the schedule can run one step of this many microbatches. Without a pipeline, any number."""
+    if config.pp == 1:
+        return microbatches >= 1
+    rule = SCHEDULES[config.schedule].microbatches
+    if rule == "stages":
+        return microbatches >= config.num_stages
+    if rule == "rounds":
+        return microbatches >= 1 and microbatches % max(1, microbatches // config.pp) == 0
+    return microbatches >= 1
+
+
+def check_torch_version(config: ParallelConfig, version: str | None = None) -> None:
+    """Refuse a pipeline on a torch that cannot run it. `version` defaults to the installed one.
+
+    Raises:
+        ConfigError: when pp is at least 2 and torch is older than 2.13.
+    """
+    from packaging.version import Version
+
+    version = version or metadata.version("torch")
+    if config.pp > 1 and Version(version).release[:2] < PIPELINE_TORCH:
+        raise ConfigError(f"pp={config.pp} needs torch >= 2.13, and torch {version} is installed; use pp=1 or upgrade.")
+
+
+def check_model(config: ParallelConfig, hf_config: Any) -> None:
+    """Refuse a model that the mesh cannot hold. Vocabulary and MLP sizes always fit: they are padded.
+
+    Args:
+        config: a resolved config.
+        hf_config: the `transformers` config of the model.
+
+    Raises:
+        ConfigError: naming the setting, its value and the nearest values that work for this model.
+    """
+    check_torch_version(config)
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    _check_heads(config, text)
+    _check_layers(config, text.num_hidden_layers)
+
+
+def nearest(wanted: int, working: Iterable[int]) -> str:
+    """The working values closest to the wanted one, below and above: "3", "2 or 4"."""
+    values = sorted(working)
+    below = [value for value in values if value < wanted][-1:]
+    above = [value for value in values if value > wanted][:1]
+    return " or ".join(str(value) for value in below + above)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_sizes(config: ParallelConfig) -> None:
+    for name, size in config._sizes.items():
+        if not _is_int(size) or (size < 1 and size != -1):
+            raise ConfigError(
+                f"{name}={size!r} must be a whole number of at least 1, or -1 for whatever is left of the world size."
+            )
+    free = [name for name, size in config._sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ConfigError(f"{free[0]}=-1 and {free[1]}=-1 cannot both be what is left; set one of them to its size.")
+    for name in ("virtual_stages", "microbatches"):
+        value = getattr(config, name)
+        if value is None and name == "microbatches":
+            continue
+        if not _is_int(value) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+
+
+def _check_choices(config: ParallelConfig) -> None:
+    if not isinstance(config.sequence_parallel, bool):
+        raise ConfigError(f"sequence_parallel={config.sequence_parallel!r} must be True or False.")
+    canonical = {name.lower(): name for name in SCHEDULES}
+    _choose(config, "schedule", canonical.get(str(config.schedule).lower(), config.schedule), SCHEDULES)
+    _choose(config, "activation_checkpoint", config.activation_checkpoint, ACTIVATION_CHECKPOINTS)
+    for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
+        dtype = str(getattr(config, name)).removeprefix("torch.")
+        if dtype == "float16":
+            raise ConfigError(f"{name}='float16' would need loss scaling, which meshpar does not do; use 'bfloat16'.")
+        _choose(config, name, dtype, DTYPES)
+
+
+def _choose(config: ParallelConfig, name: str, value: Any, legal: Iterable[str]) -> None:
+    if value not in list(legal):
+        raise ConfigError(f"{name}={getattr(config, name)!r} must be one of {', '.join(legal)}.")
+    object.__setattr__(config, name, value)
+
+
+def _check_stage_layers(config: ParallelConfig) -> None:
+    layers = config.stage_layers
+    if layers is None:
+        return
+    if not isinstance(layers, Sequence) or not layers or not all(_is_int(n) and n >= 1 for n in layers):
+        raise ConfigError(f"stage_layers={layers!r} must list whole numbers of at least 1: the layers of each stage.")
+    object.__setattr__(config, "stage_layers", tuple(layers))
+    if config.pp != -1 and len(layers) != config.num_stages:
+        made_of = f"pp={config.pp} x virtual_stages={config.virtual_stages}" if config.pp > 1 else "pp=1"
+        raise ConfigError(
+            f"stage_layers={list(layers)} has {len(layers)} entries; {made_of} makes {config.num_stages} stages, "
+            "so give that many."
+        )
+
+
+def _check_virtual_stages(config: ParallelConfig) -> None:
+    schedule, value = SCHEDULES[config.schedule], config.virtual_stages
+    if value < schedule.least_virtual:
+        working = f"{schedule.least_virtual}" + ("" if schedule.most_virtual else " or more")
+    elif schedule.most_virtual and value > schedule.most_virtual:
+        working = f"{schedule.most_virtual}"
+    else:
+        return
+    advice = "" if value == 1 or schedule.most_virtual == 2 else ", or schedule=Interleaved1F1B"
+    raise ConfigError(
+        f"virtual_stages={value} does not work with schedule={config.schedule} at pp={config.pp}; "
+        f"set virtual_stages={working}{advice}."
+    )
+
+
+def _check_microbatches(config: ParallelConfig) -> None:
+    wanted = config.microbatches
+    if wanted is None or accepts_microbatches(config, wanted):
+        return
+    working = nearest(wanted, microbatches_around(config, wanted))
+    raise ConfigError(f"microbatches={wanted} {why_refused(config, wanted)}; nearest that work: {working}.")
+
+
+def why_refused(config: ParallelConfig, microbatches: int) -> str:
+    """Why the schedule cannot run this many microbatches: the end of a sentence that starts with the number."""
+    if SCHEDULES[config.schedule].microbatches == "stages":
+        return f"is fewer than the {config.num_stages} stages, which schedule={config.schedule} cannot run"
+    rounds = microbatches // config.pp
+    return f"is no multiple of the {rounds} rounds that schedule={config.schedule} makes of it at pp={config.pp}"
+
+
+def microbatches_around(config: ParallelConfig, microbatches: int) -> list[int]:
+    """The nearest numbers of microbatches the schedule can run, below (where there is one) and above."""
+    below = [m for m in range(1, microbatches) if accepts_microbatches(config, m)]
+    return [*below[-1:], _next_legal(config, microbatches + 1)]
+
+
+def _next_legal(config: ParallelConfig, at_least: int) -> int:
+    # Every rule accepts a multiple of num_stages, so the search is short.
+    return next(m for m in range(at_least, at_least + config.num_stages + 1) if accepts_microbatches(config, m))
+
+
+def _mesh_message(config: ParallelConfig, known: int, world_size: int) -> str:
+    sizes = {name: size for name, size in config._sizes.items() if size != -1}
+    spelled = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    if len(sizes) == len(MESH_SIZES):
+        verdict = f"makes {known} processes, but world_size={world_size}; start {known} processes"
+    else:
+        below = world_size // known * known
+        around = f"{below} or {below + known}" if below else f"{known}"
+        verdict = f"makes {known} processes, which does not divide world_size={world_size}; start {around} processes"
+    changes = [f"{name}={values}" for name in sizes if (values := _working_sizes(config, name, world_size))]
+    return f"{spelled} {verdict}" + (f", or set {', or '.join(changes)}." if changes else ".")
+
+
+def _working_sizes(config: ParallelConfig, name: str, world_size: int) -> str:
+    others = math.prod(size for other, size in config._sizes.items() if other != name and size != -1)
+    rest_is_free = -1 in config._sizes.values()
+    fits = [
+        v
+        for v in range(1, world_size + 1)
+        if (world_size % (others * v) == 0 if rest_is_free else others * v == world_size)
+    ]
+    return nearest(config._sizes[name], fits)
+
+
+def _check_heads(config: ParallelConfig, text: Any) -> None:
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if _tp_fits(config.tp, heads, kv_heads):
+        return
+    working = [tp for tp in range(1, heads + 1) if _tp_fits(tp, heads, kv_heads)]
+    if heads % config.tp:
+        why = f"does not divide the model's num_attention_heads={heads}"
+    else:
+        why = f"and the model's num_key_value_heads={kv_heads} do not divide one another"
+    raise ConfigError(f"tp={config.tp} {why}; nearest tp that work for this model: {nearest(config.tp, working)}.")
+
+
+def _tp_fits(tp: int, heads: int, kv_heads: int) -> bool:
+    # Fewer kv heads than ranks is fine where each lands on the same number of ranks, which then share its queries.
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _check_layers(config: ParallelConfig, layers: int) -> None:
+    stages = config.num_stages
+    if layers < stages:
+        pp, virtual = config.pp, config.virtual_stages
+        fewer = f"pp={layers // virtual}" if layers >= virtual else "pp=1"
+        raise ConfigError(
+            f"pp={pp} x virtual_stages={virtual} makes {stages} stages, more than the model's "
+            f"num_hidden_layers={layers}; the most that works is {fewer} with virtual_stages={virtual}."
+        )
+    if config.stage_layers is not None and sum(config.stage_layers) != layers:
+        even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        raise ConfigError(
+            f"stage_layers={list(config.stage_layers)} adds up to {sum(config.stage_layers)}, but the model has "
+            f"num_hidden_layers={layers}; {even} would work."
+        )

@@ -1,0 +1,122 @@
+"""Data parallelism: FSDP2 over dp, parameters declared as DTensors over dp x tp, gradients reduced when told to.
+
+`fully_shard` sees plain local tensors, so compute stays on plain tensors. When the real weights are put in place, each
+sharded parameter becomes a DTensor on the (dp, tp) mesh; FSDP re-reads a parameter's placement at its first forward
+(as it does after `load_state_dict(assign=True)`), so gradients and optimizer states carry it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .config import ParallelConfig, torch_dtype
+from .mesh import Mesh
+from .styles import ParamSpec
+
+
+def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: ParallelConfig) -> None:
+    """Wrap each decoder layer, then ``root`` (embedding, last norm and head are one group, so they may be tied).
+
+    Gradients are summed, not averaged: the loss already is a sum over the token count of the whole step. Under pp the
+    weights stay gathered for the step, or every microbatch would gather them again.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch_dtype(config.compute_dtype), reduce_dtype=torch_dtype(config.reduce_dtype)
+    )
+    reshard = config.pp == 1 and mesh.fsdp.size() > 1
+    for module in (*layers, root):
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module is not root)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def placements(mesh: Mesh, spec: ParamSpec) -> tuple[Placement, ...]:
+    """Placements of a parameter on ``mesh.state``: FSDP splits dimension 0 of what tp left on the rank."""
+    tp = Replicate() if spec.layout.dim is None else Shard(spec.layout.dim)
+    tp_size = mesh.size("tp")
+    shard: Placement = Shard(0)
+    if spec.layout.dim == 0 and tp_size > 1:
+        shard = _StridedShard(0, split_factor=tp_size)
+    return (Replicate(),) * (len(mesh.dp_dims) - 1) + (shard, tp)
+
+
+def fsdp_rows(mesh: Mesh, rows: int) -> tuple[int, int]:
+    """Which of ``rows`` rows of a tp-local tensor this rank stores (torch.chunk's split)."""
+    shard = mesh.fsdp.size(mesh.fsdp.ndim - 1)
+    index = mesh.fsdp.get_local_rank(mesh.fsdp.ndim - 1)
+    chunk = -(-rows // shard)
+    return min(index * chunk, rows), min((index + 1) * chunk, rows)
+
+
+def materialize(
+    model: nn.Module, specs: dict[str, ParamSpec], mesh: Mesh, read: Callable[[str, ParamSpec, tuple[int, int]], Tensor]
+) -> None:
+    """Give every meta parameter its values: ``read(name, spec, rows)`` returns this rank's rows of the local tensor."""
+    done: dict[nn.Parameter, nn.Parameter] = {}
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
+        if param not in done:
+            spec = specs[name]
+            local = read(name, spec, fsdp_rows(mesh, spec.local_shape[0])).to(mesh.device, param.dtype)
+            done[param] = nn.Parameter(_as_dtensor(param, local, spec, mesh), requires_grad=param.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(leaf, done[param])
+
+
+def _as_dtensor(param: DTensor, local: Tensor, spec: ParamSpec, mesh: Mesh) -> DTensor:
+    if param.device_mesh.ndim > mesh.fsdp.ndim:  # a caller's torch style made it one before fully_shard
+        state_mesh, where, shape = param.device_mesh, param.placements, param.shape
+    else:
+        state_mesh, where = mesh.state, placements(mesh, spec)
+        shape = torch.Size(global_shape(spec, mesh.size("tp")))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local.contiguous(), state_mesh, where, run_check=False, shape=shape, stride=stride)
+
+
+def global_shape(spec: ParamSpec, tp_size: int) -> tuple[int, ...]:
+    """Shape of the DTensor: Hugging Face's, or larger along the tp dimension where spans are padded or shared."""
+    shape = list(spec.local_shape)
+    if spec.layout.dim is not None:
+        shape[spec.layout.dim] *= tp_size
+    return tuple(shape)
+
+
+def _fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
+    return (m for m in root.modules() if isinstance(m, FSDPModule))
+
+
+def hold_gradients(root: FSDPModule) -> None:
+    """Until `reduce_gradients`: backwards add to whole gradients, and weights stay gathered."""
+    root.set_is_last_backward(False)
+    root.set_reshard_after_backward(False)
+    root.set_requires_gradient_sync(False)
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce the held gradients over dp and shard the weights again.
+
+    FSDP does this from autograd hooks of the last backward; a pipeline schedule has no single last backward (a zero
+    bubble schedule ends in weight-only ones), so its per-group post-backward is called by hand, as torch's own
+    `PipelineStage` does for a stage that is itself an FSDP root.
+    """
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    state = fully_shard.state(root)  # type: ignore[attr-defined]
+    for fsdp_state in state._state_ctx.all_states:
+        for group in _param_groups(fsdp_state):
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def _param_groups(state) -> list:
+    if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []

@@ -1,0 +1,127 @@
+"""Whole tensors of the whole model, one at a time, on rank 0: what exports and parity checks read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .anatomy import Anatomy, dissect
+from .grads import local
+from .mesh import Mesh
+from .split import StageRange
+from .styles import ParamSpec
+
+
+@dataclass
+class FullTensors:
+    """The whole model's parameters, by name, and where each lives; made before the model is cut."""
+
+    mesh: Mesh
+    anatomy: Anatomy
+    shapes: dict[str, tuple[int, ...]]
+    trainable: set[str]
+    vocab_size: int
+    hidden_size: int
+    specs: dict[str, ParamSpec] = field(default_factory=dict)
+    ranges: list[StageRange] = field(default_factory=list)
+    stage_ranks: list[int] = field(default_factory=list)
+
+    @classmethod
+    def describe(cls, model: PreTrainedModel, mesh: Mesh) -> FullTensors:
+        """Names and shapes of a whole model; tied tensors once, under the embedding's name."""
+        params = dict(model.named_parameters())
+        embedding = model.get_input_embeddings()
+        return cls(
+            mesh,
+            dissect(model),
+            {n: tuple(p.shape) for n, p in params.items()},
+            {n for n, p in params.items() if p.requires_grad},
+            embedding.num_embeddings,
+            model.config.get_text_config().hidden_size,
+        )
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model, tied ones once."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    def tied_across_stages(self) -> str | None:
+        """On a rank with one end of the pipeline: the trainable tied matrix whose other copy is on another rank."""
+        name = f"{self.anatomy.embedding}.weight"
+        ends = (self.stage_ranks[0], self.stage_ranks[-1])
+        here = self.mesh.rank("pp") in ends
+        return name if self.anatomy.tied and ends[0] != ends[1] and here and name in self.trainable else None
+
+    def gather(self, params: dict[str, nn.Parameter], what: str) -> Iterator[tuple[str, Tensor | None]]:
+        """See `ParallelModel.full_tensors`."""
+        for name, shape in self.shapes.items():
+            if what == "grad" and name not in self.trainable:
+                continue
+            owner = self._owner(name)
+            part = None
+            if self.mesh.rank("pp") == owner:
+                param = params[name]
+                value = param if what == "param" else param.grad
+                part = self._gather_stage(torch.zeros_like(param) if value is None else value, self.specs[name])
+            yield name, self._to_rank0(part, owner, shape, next(iter(params.values())).dtype)
+
+    def _owner(self, name: str) -> int:
+        index = self.anatomy.layer_index(name)
+        if index is not None:
+            return self.stage_ranks[next(r.index for r in self.ranges if r.start <= index < r.stop)]
+        after = any(name.startswith(m + ".") for m in (*self.anatomy.tail, self.anatomy.head))
+        return self.stage_ranks[-1 if after else 0]
+
+    def _gather_stage(self, value: Tensor, spec: ParamSpec) -> Tensor | None:
+        """The tensor in Hugging Face's shape on the first dp and tp rank of a stage, None on its others."""
+        mesh, shard_dim = self.mesh, self.mesh.dp_dims[-1]
+        if "dp_replicate" in mesh.dp_dims and mesh.rank("dp_replicate") > 0:
+            return None
+        rows = spec.local_shape[0]
+        chunk = -(-rows // mesh.size(shard_dim))
+        own = local(value.detach())
+        padded = own.new_zeros((chunk, *own.shape[1:]))
+        padded[: own.shape[0]] = own
+        blocks = _gather(padded, mesh.group(shard_dim))
+        if blocks is None:
+            return None
+        parts = _gather(torch.cat(blocks)[:rows].contiguous(), mesh.group("tp"))
+        return None if parts is None else _assemble(parts, spec)
+
+    def _to_rank0(self, part: Tensor | None, owner: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        mesh = self.mesh
+        first = all(mesh.rank(d) == 0 for d in (*mesh.dp_dims, "tp"))
+        if not first:
+            return None
+        if owner > 0:
+            group = mesh.group("pp")
+            if mesh.rank("pp") == owner:
+                dist.send(part, group=group, group_dst=0)
+            elif mesh.rank("pp") == 0:
+                part = torch.empty(shape, dtype=dtype, device=mesh.device)
+                dist.recv(part, group=group, group_src=owner)
+        return part.cpu() if mesh.rank("pp") == 0 else None
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:
+    """Every rank's tensor on the group's first rank, None on the others."""
+    first = group.rank() == 0
+    parts = [torch.empty_like(tensor) for _ in range(group.size())] if first else None
+    dist.gather(tensor, parts, group=group, group_dst=0)
+    return parts
+
+
+def _assemble(parts: list[Tensor], spec: ParamSpec) -> Tensor:
+    if spec.layout.dim is None:
+        return parts[0]
+    whole = parts[0].new_empty(spec.shape)
+    for rank, (part, (start, stop)) in enumerate(zip(parts, spec.layout.spans)):
+        if spec.layout.is_first_copy(rank):
+            dim = spec.layout.dim
+            whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, 0, stop - start))
+    return whole

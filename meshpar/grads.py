@@ -1,0 +1,116 @@
+"""What is left to do to gradients once FSDP has reduced them over dp: sums over tp, tied copies over pp, the norm.
+
+Accumulation is the trap here. A sum over tp or pp must cover what this backward added and nothing that an earlier one
+already summed, so earlier gradients are set aside first and added back last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .mesh import Mesh
+from .styles import ParamSpec
+
+
+class GradientSums:
+    """The tp and pp sums of one rank's parameters, run once a step: `set_aside` before the backward, `finish` after."""
+
+    def __init__(self, params: dict[str, nn.Parameter], specs: dict[str, ParamSpec], mesh: Mesh, tied: str | None) -> None:
+        self.mesh = mesh
+        self.tied = params[tied] if tied is not None else None
+        self.partial = [(p, specs[n]) for n, p in params.items() if specs[n].partial and p.requires_grad]
+        self.padded = [(p, specs[n]) for n, p in params.items() if specs[n].hold_zero and p.requires_grad]
+        self._earlier: list[tuple[nn.Parameter, Tensor]] = []
+
+    def set_aside(self) -> None:
+        """Take earlier backwards' gradients of the parameters that `finish` sums out of its way."""
+        touched = [p for p, _ in self.partial]
+        if self.tied is not None and all(self.tied is not p for p in touched):
+            touched.append(self.tied)
+        self._earlier += [(p, p.grad) for p in touched if p.grad is not None]
+        for p, _ in self._earlier:
+            p.grad = None
+
+    def finish(self) -> None:
+        """Sum over tp and over the two ends of the pipeline, clear padding, add earlier gradients back."""
+        self._sum_over_tp()
+        self._sum_tied()
+        for p, spec in self.padded:
+            if p.grad is not None:
+                local(p.grad).narrow(spec.layout.dim, *_padding(spec, self.mesh.rank("tp"))).zero_()
+        for p, grad in self._earlier:
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
+        self._earlier = []
+
+    def _sum_over_tp(self) -> None:
+        """One all-reduce for all: each parameter gets a row of slots, and a rank adds to the slot its span has."""
+        chosen = [(local(p.grad), spec.layout) for p, spec in self.partial if p.grad is not None]
+        if not chosen:
+            return
+        rank = self.mesh.rank("tp")
+        buffer = torch.zeros(sum(g.numel() * lay.slots for g, lay in chosen), device=self.mesh.device, dtype=torch.float32)
+        views, at = [], 0
+        for grad, lay in chosen:
+            size = grad.numel()
+            views.append(buffer[at + lay.slot(rank) * size :][:size].view_as(grad))
+            views[-1].copy_(grad)
+            at += size * lay.slots
+        dist.all_reduce(buffer, group=self.mesh.group("tp"))
+        for (grad, _), view in zip(chosen, views):
+            grad.copy_(view)
+
+    def _sum_tied(self) -> None:
+        """The first and the last stage each hold the tied matrix and half its gradient: both get the sum."""
+        if self.tied is None:
+            return
+        if self.tied.grad is None:
+            self.tied.grad = torch.zeros_like(self.tied)
+        own, group = local(self.tied.grad), self.mesh.group("pp")
+        other = torch.empty_like(own)
+        peer = dist.get_global_rank(group, group.size() - 1 if group.rank() == 0 else 0)
+        send = dist.P2POp(dist.isend, own.clone(), peer, group)
+        recv = dist.P2POp(dist.irecv, other, peer, group)
+        for work in dist.batch_isend_irecv([send, recv]):
+            work.wait()
+        own.add_(other)  # x + y is y + x in floating point: both copies stay equal to the last bit
+
+
+def _padding(spec: ParamSpec, rank: int) -> tuple[int, int]:
+    real = spec.layout.real(rank)
+    return real, spec.layout.local - real
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor, or the tensor itself; shares memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_counted(spec: ParamSpec, mesh: Mesh) -> bool:
+    """Whether this rank's part of a parameter counts in sums over the mesh: one copy of each element does."""
+    replica = mesh.rank("dp_replicate") if "dp_replicate" in mesh.dp_dims else 0
+    return replica == 0 and spec.layout.is_first_copy(mesh.rank("tp"))
+
+
+def global_norm(grads: Iterable[Tensor], mesh: Mesh) -> Tensor:
+    """2-norm over the whole mesh of the gradients that count on this rank; float32, the same on every rank."""
+    grads = [local(g) for g in grads]
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32) if grads else []
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for norm in norms:
+        total += norm.double() ** 2
+    for dim in (*reversed(mesh.dp_dims), "tp", "pp"):
+        dist.all_reduce(total, group=mesh.group(dim))
+    return total.sqrt().float()
+
+
+def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale ``grads`` in place by max_norm / norm where the norm is larger, as `torch.nn.utils.clip_grad_norm_` does."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    grads = [local(g) for g in grads]
+    if grads:
+        torch._foreach_mul_(grads, scale.to(grads[0].device))

@@ -1,0 +1,117 @@
+"""Open whatever a user passes as a model: its meta-device skeleton, and where its weights are read from."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .mesh import Mesh
+from .styles import ParamSpec
+from .weights_in import (
+    RandomSource,
+    SafetensorsSource,
+    StateDictSource,
+    WeightSource,
+    check_names,
+    check_shapes,
+    check_tied,
+    resolve_prefix,
+)
+
+
+@dataclass
+class OpenedModel:
+    """A model's skeleton (parameters on meta, buffers real) and its weights; ``origin`` has the tokenizer, if any."""
+
+    skeleton: PreTrainedModel
+    source: WeightSource
+    origin: str | None
+
+
+def open_model(model: str | Path | PreTrainedConfig | PreTrainedModel, seed: int = 0) -> OpenedModel:
+    """Open a directory or hub id, a config (random weights), or a built model (its weights, or random on meta)."""
+    if isinstance(model, PreTrainedModel):
+        skeleton = meta_copy(model)
+        on_meta = any(p.is_meta for p in model.parameters())
+        source = RandomSource(skeleton, seed) if on_meta else StateDictSource(model)
+        return OpenedModel(skeleton, source, getattr(model, "name_or_path", None) or None)
+    if isinstance(model, PreTrainedConfig):
+        skeleton = skeleton_from_config(model)
+        return OpenedModel(skeleton, RandomSource(skeleton, seed), None)
+    if not isinstance(model, (str, Path)):
+        raise TypeError(f"model is a {type(model).__name__}; pass a path, a hub id, a config or a PreTrainedModel")
+    source = SafetensorsSource(model)
+    skeleton = skeleton_from_config(AutoConfig.from_pretrained(source.directory))
+    return OpenedModel(skeleton, source, str(model))
+
+
+def skeleton_from_config(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of ``config`` with parameters on the meta device and buffers, which no file holds, computed."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    model.tie_weights()
+    return model
+
+
+def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a built model that keeps its modules, flags and buffers, with its parameters on the meta device."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, memo=dict(empty))
+
+
+class Reader:
+    """Reads this rank's part of each parameter from a source, padding included; checks names and shapes first."""
+
+    def __init__(self, skeleton: PreTrainedModel, source: WeightSource, mesh: Mesh) -> None:
+        self.source, self.tp_rank = source, mesh.rank("tp")
+        tied = dict(getattr(skeleton, "all_tied_weights_keys", {}))
+        wanted = skeleton.state_dict()
+        self.names = resolve_prefix(source.names, wanted, skeleton.base_model_prefix, tied)
+        label = type(skeleton).__name__
+        check_names(self.names, wanted, tied, label, skeleton._keys_to_ignore_on_load_unexpected or ())
+        check_shapes(source, self.names, {n: t.shape for n, t in wanted.items()})
+        if tied and isinstance(source, SafetensorsSource):
+            check_tied(source, self.names, tied)
+
+    def __call__(self, name: str, spec: ParamSpec, rows: tuple[int, int]) -> Tensor:
+        """Rows ``rows`` of this rank's tp-local tensor of ``name``, in the source's dtype."""
+        dim, name = spec.layout.dim, self.names[name]
+        if dim is None:
+            return self.source.read(name, (slice(*rows),))
+        start, real = spec.layout.spans[self.tp_rank][0], spec.layout.real(self.tp_rank)
+        if dim == 0:
+            top, bottom = min(rows[0], real), min(rows[1], real)
+            part = self.source.read(name, (slice(start + top, start + bottom),))
+        else:
+            lead = (slice(*rows), *(slice(None),) * (dim - 1))
+            part = self.source.read(name, (*lead, slice(start, start + real)))
+        shape = list(spec.local_shape)
+        shape[0] = rows[1] - rows[0]
+        return _zero_padded(part, shape)
+
+    def buffer(self, name: str) -> Tensor:
+        """A persistent buffer, whole."""
+        return self.source.read(self.names[name])
+
+
+def _zero_padded(part: Tensor, shape: list[int]) -> Tensor:
+    if list(part.shape) == shape:
+        return part
+    whole = part.new_zeros(shape)
+    whole[tuple(slice(n) for n in part.shape)] = part
+    return whole
+
+
+def load_buffers(model: nn.Module, reader: Reader, device: torch.device) -> None:
+    """Move buffers to ``device``; those a checkpoint holds are read from it."""
+    persistent = {n for n in model.state_dict() if n not in dict(model.named_parameters(remove_duplicate=False))}
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        value = reader.buffer(name).to(buffer.dtype) if name in persistent else buffer
+        model.get_submodule(owner)._buffers[leaf] = value.to(device)

@@ -1,0 +1,118 @@
+"""The process group and the device mesh: pp outermost, tp innermost (neighbouring ranks)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .config import ParallelConfig
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+def default_device() -> torch.device:
+    """This rank's CUDA device where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def init_distributed(
+    device: torch.device | str | None = None, timeout: timedelta | float = DEFAULT_TIMEOUT
+) -> torch.device:
+    """Start the process group from torchrun's environment and return this rank's device.
+
+    The backend is nccl on CUDA, else gloo. Without torchrun's environment it is a world of one. ``timeout`` (a
+    timedelta or seconds) bounds every collective. Does nothing when a process group exists.
+    """
+    device = torch.device(device) if device is not None else default_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store = dist.HashStore()
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A pp x dp x tp `DeviceMesh` with what the steps ask of it."""
+
+    device_mesh: DeviceMesh
+    device: torch.device
+
+    @property
+    def dp_dims(self) -> tuple[str, ...]:
+        """Names of the data-parallel dimensions, the one FSDP shards over last."""
+        names = self.device_mesh.mesh_dim_names or ()
+        return ("dp_replicate", "dp_shard") if "dp_replicate" in names else ("dp",)
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """The mesh `fully_shard` takes: one dimension, or (replicate, shard)."""
+        return self.device_mesh[self.dp_dims]
+
+    @property
+    def state(self) -> DeviceMesh:
+        """The mesh of one stage's parameters: the dp dimensions and tp."""
+        return self.device_mesh[(*self.dp_dims, "tp")]
+
+    def size(self, dim: str) -> int:
+        """Number of ranks along ``dim``; "dp" is the whole of replicate x shard."""
+        return self.device_mesh[dim].size()
+
+    def rank(self, dim: str) -> int:
+        """This rank's coordinate along ``dim``."""
+        return self.device_mesh[dim].get_local_rank()
+
+    def group(self, dim: str) -> dist.ProcessGroup:
+        """The process group along ``dim`` that holds this rank."""
+        return self.device_mesh[dim].get_group()
+
+
+def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
+    """A fresh mesh of ``config``'s sizes over the whole world (see `ParallelConfig.resolve` for what is refused)."""
+    sizes: tuple[int, ...] = (config.pp, config.dp, config.tp)
+    names: tuple[str, ...] = ("pp", "dp", "tp")
+    if config.dp_replicate > 1:
+        sizes = (config.pp, config.dp_replicate, config.dp_shard, config.tp)
+        names = ("pp", "dp_replicate", "dp_shard", "tp")
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return adopt_mesh(device_mesh, device)
+
+
+def adopt_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
+    """Wrap a caller's mesh, whose dimensions must be pp, dp (or dp_replicate, dp_shard) and tp, in that order."""
+    names = device_mesh.mesh_dim_names
+    if names == ("pp", "dp_replicate", "dp_shard", "tp"):
+        device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    elif names != ("pp", "dp", "tp"):
+        raise ValueError(
+            f"mesh has the dimensions {names}; meshpar needs ('pp', 'dp', 'tp') or ('pp', 'dp_replicate', 'dp_shard', 'tp')"
+        )
+    return Mesh(device_mesh, device)
+
+
+def config_for_mesh(config: ParallelConfig, device_mesh: DeviceMesh) -> ParallelConfig:
+    """``config`` with the sizes of a caller's mesh, which must agree with every size set in ``config`` itself."""
+    from dataclasses import replace
+
+    names = device_mesh.mesh_dim_names or ()
+    sizes = {name: device_mesh.size(i) for i, name in enumerate(names)}
+    sizes = {"dp_replicate": 1, **sizes}
+    sizes["dp_shard"] = sizes.pop("dp", sizes.get("dp_shard", 1))
+    for name in ("pp", "dp_replicate", "dp_shard", "tp"):
+        wanted = getattr(config, name)
+        if wanted not in (-1, 1, sizes[name]):
+            raise ValueError(f"config.{name} is {wanted} but the mesh's {name} dimension has {sizes[name]} ranks")
+    return replace(config, **{name: sizes[name] for name in ("pp", "dp_replicate", "dp_shard", "tp")})

@@ -1,0 +1,293 @@
+"""`parallelize_model` and what it returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from .anatomy import dissect
+from .batch import Batch, make_batch
+from .checkpointing import apply_checkpointing
+
+from .config import ParallelConfig, check_model, choose_microbatches
+from .fsdp import apply_fsdp, materialize
+from .full import FullTensors
+from .grads import GradientSums, clip_, global_norm, is_counted
+from .layout import even
+from .load import Reader, load_buffers, open_model
+from .loss import count_targets, cross_entropy_sum
+from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, init_distributed
+from .pipeline import Pipeline
+from .plan import Plan, Style, make_plan
+from .split import Runner, split_model, stage_ranges, stage_ranks, stages_of_rank
+from .styles import TensorParallel, apply_styles
+from .weights_out import write_pretrained
+
+log = logging.getLogger("meshpar")
+
+Batches = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+
+
+def parallelize_model(
+    model: str | Path | PreTrainedConfig | PreTrainedModel,
+    config: ParallelConfig | ParallelismConfig | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    plan: str | Mapping[str, Style] = "auto",
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> ParallelModel:
+    """Put a Hugging Face causal language model on a pp x dp x tp mesh; every rank calls it.
+
+    ``model``: a directory or hub id (each rank reads its own slices of the safetensors files), a config (random weights,
+    a function of ``seed`` and each parameter's name), or a built model (left as it is; its weights are copied, or drawn
+    at random if it is on the meta device). ``config``: the mesh sizes and how to run; default all ranks in dp_shard.
+    ``mesh``: an existing mesh with the dimensions pp, dp (or dp_replicate, dp_shard), tp. ``plan``: "auto", or a dict
+    from module-name pattern to style laid over it. ``dtype``: what parameters are stored in, `config.param_dtype` unless
+    given. ``device``: this rank's device; CUDA where there is one.
+
+    Raises ValueError, before weights are read, for sizes or models that cannot work.
+    """
+    device = init_distributed(device)
+    config = _resolve_config(config, mesh, dtype)
+    opened = open_model(model, seed)
+    skeleton = opened.skeleton
+    check_model(config, skeleton.config)
+    the_mesh = adopt_mesh(mesh, device) if mesh is not None else build_mesh(config, device)
+    reader = Reader(skeleton, opened.source, the_mesh)
+    full = FullTensors.describe(skeleton, the_mesh)
+
+    the_plan = make_plan(skeleton, config, plan)
+    ranges = stage_ranges(skeleton, the_plan.anatomy, config)
+    tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel)
+    specs = apply_styles(skeleton, the_plan, tp, config)
+    own = [ranges[i] for i in stages_of_rank(config, the_mesh.rank("pp"))]
+    stages = split_model(skeleton, the_plan.anatomy, own)
+    apply_checkpointing(skeleton, the_plan.anatomy, config.activation_checkpoint)
+    runner = Runner(skeleton, the_plan.anatomy, stages, tp)
+    apply_fsdp(runner, runner.own_layers(), the_mesh, config)
+    materialize(skeleton, specs, the_mesh, reader)
+    load_buffers(skeleton, reader, device)
+    log.info(
+        "%s on pp=%d x dp=%d x tp=%d: %d parameters, layers per stage %s, %d bytes read",
+        type(skeleton).__name__, config.pp, config.dp, config.tp, full.numel, [r.stop - r.start for r in ranges],
+        opened.source.bytes_read,
+    )  # fmt: skip
+    full.specs, full.ranges, full.stage_ranks = specs, ranges, stage_ranks(config)
+    return ParallelModel(runner, the_mesh, config, the_plan, full, opened.origin).train()
+
+
+def _resolve_config(
+    config: ParallelConfig | ParallelismConfig | None, mesh: DeviceMesh | None, dtype: torch.dtype | str | None
+) -> ParallelConfig:
+    if config is None:
+        config = ParallelConfig()
+    elif isinstance(config, ParallelismConfig):
+        config = ParallelConfig.from_accelerate(config)
+    if dtype is not None:
+        config = replace(config, param_dtype=str(dtype).removeprefix("torch."))
+    if mesh is not None:
+        config = config_for_mesh(config, mesh)
+    return config.resolve(dist.get_world_size())
+
+
+class ParallelModel(nn.Module):
+    """A Hugging Face model on a mesh: this rank's parameters, under their Hugging Face names, as DTensors.
+
+    Train it with `forward_backward`, on any mesh; where pp is 1 it is also called like the model it came from.
+    """
+
+    def __init__(
+        self, runner: Runner, mesh: Mesh, config: ParallelConfig, plan: Plan, full: FullTensors, origin: str | None
+    ) -> None:
+        super().__init__()
+        self._runner = runner
+        self.config = runner.model.config
+        self.parallel_config = config
+        self.plan = plan
+        self._mesh, self._full, self._origin = mesh, full, origin
+        vocab = even(full.vocab_size, mesh.size("tp"))
+        self._vocab_start, self._vocab_real = vocab.spans[mesh.rank("tp")][0], vocab.real(mesh.rank("tp"))
+        self._pipeline = Pipeline(runner, mesh, config, self._loss, full.hidden_size)
+        params = dict(self.named_parameters())
+        self._sums = GradientSums(params, full.specs, mesh, full.tied_across_stages())
+        skipped = full.tied_across_stages() if mesh.rank("pp") > 0 else None
+        self._counted = {n for n in params if n != skipped and is_counted(full.specs[n], mesh)}
+        self._divisor: Tensor | float = 1.0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh: pp, dp (or dp_replicate and dp_shard), tp."""
+        return self._mesh.device_mesh
+
+    # Names: the skeleton is a Hugging Face model, so its own names are the right ones.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by Hugging Face name; values are DTensors on the dp x tp mesh."""
+        return self._runner.model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """This rank's buffers by Hugging Face name."""
+        return self._runner.model.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args, **kwargs):
+        """This rank's parameters and persistent buffers by Hugging Face name."""
+        return self._runner.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False):
+        """Load what `state_dict` gave, on the same mesh."""
+        return self._runner.model.load_state_dict(state_dict, strict, assign)
+
+    # Training
+
+    def forward_backward(self, batch: Batches) -> Tensor:
+        """Loss and gradients of one global batch, of which ``batch`` is this data-parallel rank's part.
+
+        ``batch``: input_ids, labels and optionally attention_mask, position_ids, each [batch, seq]; the same on all pp
+        and tp ranks of a dp rank. A list of batches (the same number on every rank) is accumulated as one.
+
+        Returns the sum of token losses divided by the number of counted tokens, both over the global batch: a float32
+        scalar, equal on every rank. Gradients of that same value are added to ``.grad``.
+        """
+        batches, divisor = self._prepare(batch)
+        self._divisor = divisor
+        self._sums.set_aside()
+        loss = self._pipeline.train_step(batches)
+        self._sums.finish()
+        return self._everywhere(loss)
+
+    def eval_loss(self, batch: Batches) -> Tensor:
+        """The loss `forward_backward` would return, without gradients or dropout; batches may have any shape."""
+        batches, self._divisor = self._prepare(batch)
+        was_training = self.training
+        self.eval()
+        try:
+            return self._everywhere(self._pipeline.eval_step(batches))
+        finally:
+            self.train(was_training)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **inputs: Tensor) -> CausalLMOutput:
+        """pp=1 only: the loss of the global batch, differentiable, or without ``labels`` the logits [b, s, vocabulary].
+
+        With ``labels`` the logits stay split over tp and are not returned.
+        """
+        if self.parallel_config.pp > 1:
+            raise RuntimeError(
+                "a model on a pipeline (pp > 1) cannot be called: one rank holds only some of its layers; "
+                "use forward_backward(batch) to train and eval_loss(batch) to evaluate"
+            )
+        if labels is None:
+            batch = make_batch({"input_ids": input_ids, "labels": input_ids, **inputs}, self._mesh.device)
+            return CausalLMOutput(logits=self._whole_logits(self._pipeline.logits(batch)))
+        [(batch, _)], self._divisor = self._prepare({"input_ids": input_ids, "labels": labels, **inputs})
+        own = self._loss(self._pipeline.logits(batch), batch.targets)
+        loss = own + (self._everywhere(own.detach()) - own).detach()
+        if loss.requires_grad:
+            loss.register_hook(self._when_backward_starts)
+        return CausalLMOutput(loss=loss)
+
+    def generate(self, *args, **kwargs):
+        """Not supported: raises RuntimeError with what to do instead."""
+        raise RuntimeError(
+            "meshpar does not generate; save_pretrained(directory) and generate with transformers, or an inference engine"
+        )
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip all gradients to a global 2-norm of ``max_norm``; returns the norm before, equal on every rank.
+
+        The norm is over pp, dp and tp, every parameter counted once.
+        """
+        norm = self.grad_norm()
+        clip_((p.grad for p in self.parameters() if p.grad is not None), norm, max_norm)
+        return norm
+
+    def grad_norm(self) -> Tensor:
+        """The global 2-norm of the gradients, a float32 scalar equal on every rank; nothing is clipped."""
+        counted = (p.grad for n, p in self.named_parameters() if n in self._counted and p.grad is not None)
+        return global_norm(counted, self._mesh)
+
+    # Whole tensors
+
+    def full_tensors(self, what: str = "param") -> Iterator[tuple[str, Tensor | None]]:
+        """(name, tensor) of the whole model's parameters ("param") or gradients ("grad"), in Hugging Face's shapes.
+
+        One tensor at a time, in one order, on the CPU of rank 0; None on the other ranks. Collective: every rank must
+        iterate to the end. Parameters that need no gradient are left out of "grad".
+        """
+        if what not in ("param", "grad"):
+            raise ValueError(f'full_tensors takes "param" or "grad", not {what!r}')
+        return self._full.gather(dict(self.named_parameters()), what)
+
+    def save_pretrained(
+        self, directory: str | Path, dtype: torch.dtype | None = None, max_shard_size: str = "1GB"
+    ) -> None:
+        """Write a directory that `AutoModelForCausalLM.from_pretrained` opens, tokenizer included; collective.
+
+        Tensors are gathered one at a time; rank 0 holds at most one file of ``max_shard_size`` in memory. ``dtype``:
+        what to write, the parameters' own unless given.
+        """
+        dtype = dtype or next(self.parameters()).dtype
+        write_pretrained(
+            directory,
+            [(name, shape, dtype) for name, shape in self._full.shapes.items()],
+            ((n, None if t is None else t.to(dtype)) for n, t in self.full_tensors("param")),
+            config=self.config,
+            generation_config=getattr(self._runner.model, "generation_config", None),
+            tokenizer_source=self._origin,
+            max_shard_size=max_shard_size,
+            is_writer=dist.get_rank() == 0,
+        )
+
+    # Internals
+
+    def _prepare(self, batch: Batches) -> tuple[list[tuple[Batch, int]], Tensor]:
+        """Batches with their numbers of microbatches, and the global number of tokens that count."""
+        given = [batch] if isinstance(batch, Mapping) else list(batch)
+        batches = [make_batch(b, self._mesh.device) for b in given]
+        counted = sum((count_targets(b.targets) for b in batches), torch.zeros((), dtype=torch.float64, device=self._mesh.device))
+        dist.all_reduce(counted, group=self._mesh.group("dp"))
+        cut = []
+        for one in batches:
+            count = choose_microbatches(self.parallel_config, one.rows)
+            cut.append((one.padded_to(-(-one.rows // count) * count), count))
+        return cut, counted.clamp(min=1)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        total = cross_entropy_sum(logits, targets, self._vocab_start, self._vocab_real, self._mesh.group("tp"))
+        return total / self._divisor.to(total.dtype)
+
+    def _everywhere(self, loss: Tensor) -> Tensor:
+        """Sum over dp and pp; tp ranks hold the same value already."""
+        loss = loss.detach().clone()
+        for dim in ("dp", "pp"):
+            dist.all_reduce(loss, group=self._mesh.group(dim))
+        return loss
+
+    def _whole_logits(self, logits: Tensor) -> Tensor:
+        if self._mesh.size("tp") == 1:
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(self._mesh.size("tp"))]
+        dist.all_gather(parts, logits.detach().contiguous(), group=self._mesh.group("tp"))
+        return torch.cat(parts, dim=-1)[..., : self._full.vocab_size]
+
+    def _when_backward_starts(self, grad: Tensor) -> None:
+        """Sums over tp must follow FSDP's own end of the backward: a callback that queues a callback runs after it."""
+        self._sums.set_aside()
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._sums.finish))

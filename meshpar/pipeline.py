@@ -1,0 +1,151 @@
+"""Drive microbatches through this rank's stages: torch's pipelining schedules, or a plain loop where pp is 1."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from .batch import Batch
+from .config import ParallelConfig, torch_dtype
+from .fsdp import hold_gradients, reduce_gradients
+from .mesh import Mesh
+from .split import Runner, Stage
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+_KEPT_SCHEDULES = 4  # a schedule holds receive buffers for one shape of batch
+
+
+class StageModule(nn.Module):
+    """What torch's `PipelineStage` calls: one stage of the runner, ending in the loss where it is the last.
+
+    The runner is kept out of the module tree: torch clears the gradients of every FSDP module it finds below a stage
+    when a batch has a new shape, which would drop what earlier backwards accumulated.
+    """
+
+    def __init__(self, runner: Runner, stage: Stage, loss_fn: LossFn) -> None:
+        super().__init__()
+        self._runner = [runner]
+        self.stage, self.loss_fn = stage, loss_fn
+
+    def forward(self, x: Tensor, *, targets: Tensor, **inputs) -> Tensor:
+        """Hidden states for the next stage, or on the last stage this microbatch's loss, shape [1]."""
+        out = self._runner[0](self.stage.range.index, x, seq_len=targets.shape[1], **inputs)
+        return torch.stack((self.loss_fn(out, targets),)) if self.stage.range.is_last else out
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This stage's own parameters (zero-bubble schedules differentiate them apart from the inputs)."""
+        runner, r = self._runner[0], self.stage.range
+        names = [runner.anatomy.layer(i) for i in range(r.start, r.stop)]
+        names += [runner.anatomy.embedding] if r.is_first else []
+        names += [*runner.anatomy.tail, runner.anatomy.head] if r.is_last else []
+        seen = {id(p): p for name in names for p in runner.model.get_submodule(name).parameters()}
+        return iter(seen.values())
+
+
+@dataclass
+class Pipeline:
+    """Runs the steps of a model's stages on this rank."""
+
+    runner: Runner
+    mesh: Mesh
+    config: ParallelConfig
+    loss_fn: LossFn
+    hidden_size: int
+
+    def __post_init__(self) -> None:
+        self.modules = [StageModule(self.runner, stage, self.loss_fn) for stage in self.runner.stages]
+        self._schedules: OrderedDict[tuple, object] = OrderedDict()
+
+    def train_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
+        """Forward and backward of ``batches``, each cut into its number of microbatches; the sum of their losses.
+
+        Gradients are reduced over dp when it returns. Ranks without the last stage return 0.
+        """
+        if self.config.pp == 1:
+            return self._loop(batches)
+        hold_gradients(self.runner)
+        total = sum((self._scheduled(batch, count, train=True) for batch, count in batches), self._zero())
+        reduce_gradients(self.runner)
+        return total
+
+    @torch.no_grad()
+    def eval_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
+        """Forward alone; the sum of the losses, 0 on ranks without the last stage."""
+        if self.config.pp > 1:
+            return sum((self._scheduled(batch, count, train=False) for batch, count in batches), self._zero())
+        pieces = [piece for batch, count in batches for piece in batch.chunk(count)]
+        return sum((self._forward(piece).sum() for piece in pieces), self._zero())
+
+    def logits(self, batch: Batch) -> Tensor:
+        """pp=1: the logits [b, s, local vocabulary] of one batch, differentiable."""
+        return self.runner(0, batch.input_ids, seq_len=batch.seq_len, **batch.model_inputs())
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self.mesh.device)
+
+    def _forward(self, piece: Batch) -> Tensor:
+        return self.modules[0](piece.input_ids, targets=piece.targets, **piece.model_inputs())
+
+    def _loop(self, batches: list[tuple[Batch, int]]) -> Tensor:
+        pieces = [piece for batch, count in batches for piece in batch.chunk(count)]
+        total = self._zero()
+        for i, piece in enumerate(pieces):
+            last = i == len(pieces) - 1
+            self.runner.set_is_last_backward(last)
+            # Gradients are scattered after each microbatch, or every rank would hold all of them whole; only the
+            # all-reduce between replicas can wait.
+            self.runner.set_requires_all_reduce(last)
+            loss = self._forward(piece)
+            loss.backward()
+            total += loss.detach().sum()
+        return total
+
+    def _scheduled(self, batch: Batch, count: int, train: bool) -> Tensor:
+        schedule = self._schedule(batch.rows // count, batch.seq_len, count, train)
+        losses: list[Tensor] = []
+        args = (batch.input_ids,) if any(s.range.is_first for s in self.runner.stages) else ()
+        kwargs = {"targets": batch.targets, **batch.model_inputs()}
+        target = {"target": batch.targets, "losses": losses} if any(s.range.is_last for s in self.runner.stages) else {}
+        if train:
+            schedule.step(*args, **kwargs, **target, return_outputs=False)
+        else:
+            schedule.eval(*args, **kwargs, **target)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero()
+
+    def _schedule(self, rows: int, seq_len: int, count: int, train: bool):
+        key = (rows, seq_len, count, train)
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(rows, seq_len, count)
+            if len(self._schedules) > _KEPT_SCHEDULES:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _make_schedule(self, rows: int, seq_len: int, count: int):
+        dtype = torch_dtype(self.config.compute_dtype)
+        shape = (rows, self.runner.tp.local_seq_len(seq_len), self.hidden_size)
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        ids = torch.empty((rows, seq_len), dtype=torch.int64, device="meta")
+        loss = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                module,
+                module.stage.range.index,
+                module.stage.range.count,
+                self.mesh.device,
+                input_args=(ids if module.stage.range.is_first else hidden,),
+                output_args=(loss if module.stage.range.is_last else hidden,),
+                group=self.mesh.group("pp"),
+            )
+            for module in self.modules
+        ]
+        cls = get_schedule_class(self.config.schedule)
+        single = issubclass(cls, PipelineScheduleSingle)
+        # The last stage returns its loss already, divided by the whole step's token count: nothing to compute or scale.
+        return cls(stages[0] if single else stages, count, loss_fn=lambda out, _: out, scale_grads=False)

@@ -1,0 +1,1 @@
+"""The recipes that ship with meshpar: `meshpar recipes` lists them."""

@@ -1,0 +1,118 @@
+"""Worker processes kept for a whole test session: starting 8 that import torch and transformers costs 20 s and more.
+
+A job is a module-level function; it runs on ranks 0 to n - 1 of a fresh process group and its results come back in rank
+order. A job that hangs or kills a worker becomes a failure, and the pool starts anew.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+
+class JobFailed(AssertionError):
+    """At least one rank raised, died, or did not answer in time; the message holds every rank's traceback."""
+
+
+class WorkerPool:
+    """Up to ``size`` worker processes, started when first needed."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.size = size
+        self._workers: list[tuple[mp.process.BaseProcess, mp.connection.Connection]] = []
+
+    def run(self, world_size: int, fn: Callable, *args, timeout: float = 120.0, **kwargs) -> list:
+        """``fn(*args, **kwargs)`` on ``world_size`` ranks; the list of what each returned."""
+        self._start(world_size)
+        with tempfile.TemporaryDirectory() as directory:
+            store = os.path.join(directory, "store")
+            for rank in range(world_size):
+                self._workers[rank][1].send((store, rank, world_size, fn, args, kwargs))
+            replies = self._collect(world_size, time.monotonic() + timeout)
+        errors = [f"rank {r}: {value}" for r, (ok, value) in replies.items() if not ok]
+        if errors:
+            raise JobFailed("\n".join(errors))
+        return [replies[r][1] for r in range(world_size)]
+
+    def close(self) -> None:
+        """End every worker this pool started."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _start(self, count: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self._workers) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(self, world_size: int, deadline: float) -> dict[int, tuple[bool, object]]:
+        ranks = {self._workers[r][1]: r for r in range(world_size)}
+        replies: dict[int, tuple[bool, object]] = {}
+        while len(replies) < world_size:
+            waiting = [c for c, r in ranks.items() if r not in replies]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                try:
+                    replies[ranks[connection]] = connection.recv()
+                except (EOFError, OSError):
+                    replies[ranks[connection]] = (False, "the worker process died")
+            if not ready or any(not ok for ok, _ in replies.values()):
+                return self._give_up(ranks, replies)
+        return replies
+
+    def _give_up(self, ranks, replies):
+        """A failed rank leaves its peers in a collective: give them a moment to answer, then replace the pool."""
+        silent = False
+        for connection, rank in ranks.items():
+            if rank not in replies:
+                if connection.poll(5.0):
+                    try:
+                        replies[rank] = connection.recv()
+                        continue
+                    except (EOFError, OSError):
+                        pass
+                replies[rank], silent = (False, "no answer in time"), True
+        if silent or any(value == "the worker process died" for _, value in replies.values()):
+            self.close()
+        return replies
+
+
+def _serve(connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            store, rank, world_size, fn, args, kwargs = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+            reply = (True, fn(*args, **kwargs))
+        except BaseException:
+            reply = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(reply)
