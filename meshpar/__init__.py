@@ -3,5 +3,6 @@
 from .config import ParallelConfig
 from .mesh import init_distributed
 from .model import ParallelModel, parallelize_model
+from .verify import VerifyReport, verify
 
-__all__ = ["ParallelConfig", "ParallelModel", "init_distributed", "parallelize_model"]
+__all__ = ["ParallelConfig", "ParallelModel", "VerifyReport", "init_distributed", "parallelize_model", "verify"]

@@ -65,7 +65,7 @@ def print_error(error: BaseException, subject: str = "") -> None:
 
 def _end_process(error: Exception, rank: int, place: str, output_dir: str | os.PathLike[str] | None) -> None:
     cause = _without_wrappers(error)
-    if output_dir is not None and not isinstance(error, ConfigError):
+    if output_dir is not None and not isinstance(cause, ConfigError):
         _save_traceback(error, Path(output_dir) / "errors" / f"rank-{rank}.txt")
     if _lost_peer(error):
         time.sleep(PEER_GRACE_SECONDS)

@@ -32,10 +32,9 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
     reshard = config.pp == 1 and mesh.fsdp.size() > 1
     for module in (*layers, root):
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module is not root)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for module in _fsdp_modules(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def placements(mesh: Mesh, spec: ParamSpec) -> tuple[Placement, ...]:
@@ -114,6 +113,12 @@ def reduce_gradients(root: FSDPModule) -> None:
         for group in _param_groups(fsdp_state):
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def reshard(root: FSDPModule) -> None:
+    """Put every parameter back in shards: a forward without a backward leaves some whole."""
+    for module in _fsdp_modules(root):
+        module.reshard()
 
 
 def _param_groups(state) -> list:

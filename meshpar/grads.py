@@ -20,7 +20,9 @@ from .styles import ParamSpec
 class GradientSums:
     """The tp and pp sums of one rank's parameters, run once a step: `set_aside` before the backward, `finish` after."""
 
-    def __init__(self, params: dict[str, nn.Parameter], specs: dict[str, ParamSpec], mesh: Mesh, tied: str | None) -> None:
+    def __init__(
+        self, params: dict[str, nn.Parameter], specs: dict[str, ParamSpec], mesh: Mesh, tied: str | None
+    ) -> None:
         self.mesh = mesh
         self.tied = params[tied] if tied is not None else None
         self.partial = [(p, specs[n]) for n, p in params.items() if specs[n].partial and p.requires_grad]
@@ -53,7 +55,9 @@ class GradientSums:
         if not chosen:
             return
         rank = self.mesh.rank("tp")
-        buffer = torch.zeros(sum(g.numel() * lay.slots for g, lay in chosen), device=self.mesh.device, dtype=torch.float32)
+        buffer = torch.zeros(
+            sum(g.numel() * lay.slots for g, lay in chosen), device=self.mesh.device, dtype=torch.float32
+        )
         views, at = [], 0
         for grad, lay in chosen:
             size = grad.numel()

@@ -61,7 +61,10 @@ def skeleton_from_config(config: PreTrainedConfig) -> PreTrainedModel:
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a built model that keeps its modules, flags and buffers, with its parameters on the meta device."""
-    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()}
+    empty = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
     return copy.deepcopy(model, memo=dict(empty))
 
 

@@ -23,7 +23,7 @@ def count_targets(targets: Tensor) -> Tensor:
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, start: int, real: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum of the token losses, a float32 scalar equal on every rank of ``group``.
+    """Sum of the token losses, a float64 scalar equal on every rank of ``group``.
 
     ``logits`` [b, s, local vocabulary] holds the vocabulary's entries ``start`` to ``start + real``; what lies beyond
     is padding. ``targets`` [b, s] are global ids, `IGNORE` where nothing counts. The gradient is this rank's part.
@@ -59,7 +59,7 @@ class _CrossEntropySum(torch.autograd.Function):
         log_sum = sums[0].log()
         ctx.save_for_backward(logits, peak + log_sum, index, own, counted)
         ctx.real = real
-        return (log_sum - sums[1]).masked_fill(~counted, 0).sum()
+        return (log_sum - sums[1]).masked_fill(~counted, 0).sum(dtype=torch.float64)
 
     @staticmethod
     def backward(ctx, grad):
@@ -68,5 +68,5 @@ class _CrossEntropySum(torch.autograd.Function):
         for c in _chunks(logits.shape[0], ctx.real) if ctx.real else ():
             prob = (logits[c, : ctx.real].float() - log_total[c, None]).exp_()
             prob.scatter_add_(1, index[c, None], -own[c, None].float())
-            out[c, : ctx.real] = prob.mul_((counted[c] * grad)[:, None])
+            out[c, : ctx.real] = prob.mul_((counted[c] * grad.float())[:, None])
         return out, None, None, None, None

@@ -16,12 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from .anatomy import dissect
 from .batch import Batch, make_batch
 from .checkpointing import apply_checkpointing
-
 from .config import ParallelConfig, check_model, choose_microbatches
-from .fsdp import apply_fsdp, materialize
+from .fsdp import apply_fsdp, materialize, reshard
 from .full import FullTensors
 from .grads import GradientSums, clip_, global_norm, is_counted
 from .layout import even
@@ -125,7 +123,7 @@ class ParallelModel(nn.Module):
         self._sums = GradientSums(params, full.specs, mesh, full.tied_across_stages())
         skipped = full.tied_across_stages() if mesh.rank("pp") > 0 else None
         self._counted = {n for n in params if n != skipped and is_counted(full.specs[n], mesh)}
-        self._divisor: Tensor | float = 1.0
+        self._divisor = torch.ones((), dtype=torch.float64)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -138,6 +136,7 @@ class ParallelModel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by Hugging Face name; values are DTensors on the dp x tp mesh."""
+        reshard(self._runner)  # between a forward and its backward FSDP shows whole tensors instead
         return self._runner.model.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -196,7 +195,7 @@ class ParallelModel(nn.Module):
             batch = make_batch({"input_ids": input_ids, "labels": input_ids, **inputs}, self._mesh.device)
             return CausalLMOutput(logits=self._whole_logits(self._pipeline.logits(batch)))
         [(batch, _)], self._divisor = self._prepare({"input_ids": input_ids, "labels": labels, **inputs})
-        own = self._loss(self._pipeline.logits(batch), batch.targets)
+        own = self._loss(self._pipeline.logits(batch), batch.targets).float()
         loss = own + (self._everywhere(own.detach()) - own).detach()
         if loss.requires_grad:
             loss.register_hook(self._when_backward_starts)
@@ -260,7 +259,9 @@ class ParallelModel(nn.Module):
         """Batches with their numbers of microbatches, and the global number of tokens that count."""
         given = [batch] if isinstance(batch, Mapping) else list(batch)
         batches = [make_batch(b, self._mesh.device) for b in given]
-        counted = sum((count_targets(b.targets) for b in batches), torch.zeros((), dtype=torch.float64, device=self._mesh.device))
+        counted = sum(
+            (count_targets(b.targets) for b in batches), torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        )
         dist.all_reduce(counted, group=self._mesh.group("dp"))
         cut = []
         for one in batches:
@@ -270,14 +271,14 @@ class ParallelModel(nn.Module):
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         total = cross_entropy_sum(logits, targets, self._vocab_start, self._vocab_real, self._mesh.group("tp"))
-        return total / self._divisor.to(total.dtype)
+        return total / self._divisor
 
     def _everywhere(self, loss: Tensor) -> Tensor:
-        """Sum over dp and pp; tp ranks hold the same value already."""
-        loss = loss.detach().clone()
+        """Sum over dp and pp, in float64 until the end; tp ranks hold the same value already."""
+        loss = loss.detach().double()
         for dim in ("dp", "pp"):
             dist.all_reduce(loss, group=self._mesh.group(dim))
-        return loss
+        return loss.float()
 
     def _whole_logits(self, logits: Tensor) -> Tensor:
         if self._mesh.size("tp") == 1:

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from .batch import Batch
 from .config import ParallelConfig, torch_dtype
-from .fsdp import hold_gradients, reduce_gradients
+from .fsdp import hold_gradients, reduce_gradients, reshard
 from .mesh import Mesh
-from .split import Runner, Stage
+from .split import Runner, Stage, stage_ranks
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 _KEPT_SCHEDULES = 4  # a schedule holds receive buffers for one shape of batch
@@ -60,6 +61,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self.modules = [StageModule(self.runner, stage, self.loss_fn) for stage in self.runner.stages]
+        self.dtype = torch_dtype(self.config.compute_dtype)
+        self.stage_ranks = stage_ranks(self.config)
         self._schedules: OrderedDict[tuple, object] = OrderedDict()
 
     def train_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
@@ -70,24 +73,24 @@ class Pipeline:
         if self.config.pp == 1:
             return self._loop(batches)
         hold_gradients(self.runner)
-        total = sum((self._scheduled(batch, count, train=True) for batch, count in batches), self._zero())
+        total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
         reduce_gradients(self.runner)
         return total
 
     @torch.no_grad()
     def eval_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
         """Forward alone; the sum of the losses, 0 on ranks without the last stage."""
-        if self.config.pp > 1:
-            return sum((self._scheduled(batch, count, train=False) for batch, count in batches), self._zero())
         pieces = [piece for batch, count in batches for piece in batch.chunk(count)]
-        return sum((self._forward(piece).sum() for piece in pieces), self._zero())
+        total = self._forward_only(pieces)
+        reshard(self.runner)
+        return total
 
     def logits(self, batch: Batch) -> Tensor:
         """pp=1: the logits [b, s, local vocabulary] of one batch, differentiable."""
         return self.runner(0, batch.input_ids, seq_len=batch.seq_len, **batch.model_inputs())
 
     def _zero(self) -> Tensor:
-        return torch.zeros((), device=self.mesh.device)
+        return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     def _forward(self, piece: Batch) -> Tensor:
         return self.modules[0](piece.input_ids, targets=piece.targets, **piece.model_inputs())
@@ -106,20 +109,69 @@ class Pipeline:
             total += loss.detach().sum()
         return total
 
-    def _scheduled(self, batch: Batch, count: int, train: bool) -> Tensor:
-        schedule = self._schedule(batch.rows // count, batch.seq_len, count, train)
+    def _scheduled(self, batch: Batch, count: int) -> Tensor:
+        schedule = self._schedule(batch.rows // count, batch.seq_len, count)
         losses: list[Tensor] = []
         args = (batch.input_ids,) if any(s.range.is_first for s in self.runner.stages) else ()
         kwargs = {"targets": batch.targets, **batch.model_inputs()}
         target = {"target": batch.targets, "losses": losses} if any(s.range.is_last for s in self.runner.stages) else {}
-        if train:
-            schedule.step(*args, **kwargs, **target, return_outputs=False)
-        else:
-            schedule.eval(*args, **kwargs, **target)
+        schedule.step(*args, **kwargs, **target, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero()
 
-    def _schedule(self, rows: int, seq_len: int, count: int, train: bool):
-        key = (rows, seq_len, count, train)
+    def _forward_only(self, pieces: list[Batch]) -> Tensor:
+        """Each stage of this rank in turn, all microbatches through it (torch's V schedules have no evaluation).
+
+        Where one rank is both neighbours of a stage, sends wait until its receives are done: NCCL runs the two
+        directions of a pair in the order they are issued, and both sides must issue them alike.
+        """
+        total, sends = self._zero(), []
+        handed_on: list[Tensor] = []
+        for module in self.modules:
+            r, previous, following = module.stage.range, self._neighbour(module, -1), self._neighbour(module, 1)
+            received, handed_on = handed_on, []
+            for i, piece in enumerate(pieces):
+                x = (
+                    piece.input_ids
+                    if r.is_first
+                    else received[i]
+                    if previous is None
+                    else self._receive(piece, previous)
+                )
+                out = module(x, targets=piece.targets, **piece.model_inputs())
+                if r.is_last:
+                    total = total + out.sum()
+                    continue
+                if following is None or following == previous:
+                    handed_on.append(out)
+                else:
+                    sends.append(self._send(out, following))
+            if following is not None and following == previous:
+                sends += [self._send(out, following) for out in handed_on]
+        for work, _ in sends:
+            work.wait()
+        return total
+
+    def _neighbour(self, module: StageModule, step: int) -> int | None:
+        """pp rank of the stage before or after, None where there is none or it is on this rank."""
+        index = module.stage.range.index + step
+        if not 0 <= index < len(self.stage_ranks) or self.stage_ranks[index] == self.mesh.rank("pp"):
+            return None
+        return self.stage_ranks[index]
+
+    def _receive(self, piece: Batch, source: int) -> Tensor:
+        hidden = torch.empty(self._hidden_shape(piece.rows, piece.seq_len), dtype=self.dtype, device=self.mesh.device)
+        dist.recv(hidden, group=self.mesh.group("pp"), group_src=source)
+        return hidden
+
+    def _send(self, hidden: Tensor, target: int) -> tuple[dist.Work, Tensor]:
+        hidden = hidden.contiguous()  # kept beside the work: it must live until the send is done
+        return dist.isend(hidden, group=self.mesh.group("pp"), group_dst=target), hidden
+
+    def _hidden_shape(self, rows: int, seq_len: int) -> tuple[int, int, int]:
+        return rows, self.runner.tp.local_seq_len(seq_len), self.hidden_size
+
+    def _schedule(self, rows: int, seq_len: int, count: int):
+        key = (rows, seq_len, count)
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(rows, seq_len, count)
             if len(self._schedules) > _KEPT_SCHEDULES:
@@ -128,11 +180,10 @@ class Pipeline:
         return self._schedules[key]
 
     def _make_schedule(self, rows: int, seq_len: int, count: int):
-        dtype = torch_dtype(self.config.compute_dtype)
-        shape = (rows, self.runner.tp.local_seq_len(seq_len), self.hidden_size)
-        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        shape = self._hidden_shape(rows, seq_len)
+        hidden = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
         ids = torch.empty((rows, seq_len), dtype=torch.int64, device="meta")
-        loss = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
+        loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
                 module,

@@ -31,7 +31,7 @@ from .config import ParallelConfig
 
 Style = str | ParallelStyle
 STYLES = (
-    "embedding_rowwise block colwise rowwise colwise_norm replicate sequence_parallel vocab_head".split()
+    ["embedding_rowwise", "block", "colwise", "rowwise", "colwise_norm", "replicate", "sequence_parallel", "vocab_head"]
 )  # fmt: skip
 # What transformers' words mean here. Its *_gather_output and *_split_input pairs keep a projection's weight sharded but
 # replicate what lies between them; between them meshpar stays sharded, so they become the plain pair.
@@ -64,7 +64,9 @@ class Plan(dict[str, Style]):
         for name, style in self.items():
             index = self.anatomy.layer_index(name)
             key = name if index is None else name.replace(f".{index}", ".*", 1)
-            rows.setdefault((key, _style_name(style), self._shapes.get(name, "")), []).append(-1 if index is None else index)
+            rows.setdefault((key, _style_name(style), self._shapes.get(name, "")), []).append(
+                -1 if index is None else index
+            )
         table = [("module", "style", "parameters", "layers")]
         table += [(key, style, shapes, _ranges(indices)) for (key, style, shapes), indices in rows.items()]
         widths = [max(len(row[i]) for row in table) for i in range(3)]
@@ -138,13 +140,17 @@ def _blocks(roles: dict[str, Style], leaves: dict[str, Style], config: ParallelC
     """Modules that close with a rowwise projection: where activations are whole at the entry and summed at the exit."""
     blocks = []
     for block in dict.fromkeys(n.rpartition(".")[0] for n, role in roles.items() if role == "rowwise"):
-        inside = {n: leaves[n] for n, role in roles.items() if n.startswith(block + ".") and role in ("colwise", "rowwise")}
+        inside = {
+            n: leaves[n] for n, role in roles.items() if n.startswith(block + ".") and role in ("colwise", "rowwise")
+        }
         whole = [n for n, style in inside.items() if style in ("replicate", "sequence_parallel")]
         if not whole:
             blocks.append(block)
         elif len(whole) < len(inside):
             split = next(n for n in inside if n not in whole)
-            raise ValueError(f"plan keeps {whole[0]} whole but splits {split}; a block's projections split together or not at all")
+            raise ValueError(
+                f"plan keeps {whole[0]} whole but splits {split}; a block's projections split together or not at all"
+            )
         elif config.sequence_parallel:
             raise ValueError(
                 f"plan keeps all of {block} whole, but under sequence parallelism it would see one shard of the sequence; "
@@ -206,7 +212,9 @@ def _lay_over(entries: dict[str, Style], model: PreTrainedModel, overrides: str 
     names = [n for n, _ in model.named_modules() if n]
     for pattern, style in overrides.items():
         if isinstance(style, str) and style not in STYLES:
-            raise ValueError(f"plan[{pattern!r}] is {style!r}; the styles are {', '.join(STYLES)}, or a torch ParallelStyle")
+            raise ValueError(
+                f"plan[{pattern!r}] is {style!r}; the styles are {', '.join(STYLES)}, or a torch ParallelStyle"
+            )
         matched = fnmatch.filter(names, pattern)
         if not matched:
             raise ValueError(f"plan[{pattern!r}] matches no module of {type(model).__name__}")

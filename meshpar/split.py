@@ -23,7 +23,10 @@ from .styles import TensorParallel, map_hidden
 
 def layer_costs(model: PreTrainedModel, anatomy: Anatomy) -> tuple[list[float], float]:
     """Forward multiply-adds a token of each decoder layer, and of the head; weights only (attention scores are alike)."""
-    layers = [float(sum(p.numel() for p in model.get_submodule(anatomy.layer(i)).parameters() if p.ndim > 1)) for i in range(anatomy.num_layers)]
+    layers = [
+        float(sum(p.numel() for p in model.get_submodule(anatomy.layer(i)).parameters() if p.ndim > 1))
+        for i in range(anatomy.num_layers)
+    ]
     head = sum(p.numel() for p in model.get_submodule(anatomy.head).parameters() if p.ndim > 1)
     return layers, float(head)
 
@@ -37,7 +40,9 @@ def balance(costs: list[float], last: float, stages: int) -> list[int]:
     for cost in costs:
         prefix.append(prefix[-1] + cost)
     n = len(costs)
-    best: list[dict[int, tuple[tuple[float, float], int]]] = [{n: ((0.0, 0.0), n)}]  # by stages from the end: start -> cost
+    best: list[dict[int, tuple[tuple[float, float], int]]] = [
+        {n: ((0.0, 0.0), n)}
+    ]  # by stages from the end: start -> cost
     for k in range(1, stages + 1):
         row: dict[int, tuple[tuple[float, float], int]] = {}
         extra = last if k == 1 else 0.0
@@ -79,7 +84,11 @@ class StageRange:
 def stage_ranges(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig) -> list[StageRange]:
     """All stages in order: by `config.stage_layers`, else balanced by FLOPs with the head counted."""
     count = config.num_stages if config.pp > 1 else 1
-    layers = list(config.stage_layers) if config.stage_layers and config.pp > 1 else balance(*layer_costs(model, anatomy), count)
+    layers = (
+        list(config.stage_layers)
+        if config.stage_layers and config.pp > 1
+        else balance(*layer_costs(model, anatomy), count)
+    )
     starts = [sum(layers[:i]) for i in range(count + 1)]
     return [StageRange(i, count, starts[i], starts[i + 1]) for i in range(count)]
 

@@ -98,8 +98,9 @@ def apply_styles(
 def _apply(name: str, module: nn.Module, plan: Plan, tp: TensorParallel, layouts: _Layouts) -> None:
     style = plan[name]
     if isinstance(style, ParallelStyle):
-        return _apply_torch_style(module, style, plan.roles.get(name), tp)
-    _APPLY[style](module, tp, layouts.of(name))
+        _apply_torch_style(module, style, plan.roles.get(name), tp)
+    else:
+        _APPLY[style](module, tp, layouts.of(name))
     if style == "block" and hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = layouts.kv_groups
 
@@ -122,7 +123,9 @@ def _spec(
     layout = layouts.of(owner) if isinstance(plan[owner], str) else replicated(tp.size)
     own = _param_layout(style, leaf, layout, tp.size)
     inside = any(owner.startswith(b + ".") for b in blocks) and not (style == "rowwise" and leaf == "bias")
-    return ParamSpec(shape, own, own.copies and (inside or tp.sequence_parallel), style == "rowwise" and _is_padded(layout))
+    return ParamSpec(
+        shape, own, own.copies and (inside or tp.sequence_parallel), style == "rowwise" and _is_padded(layout)
+    )
 
 
 def _torch_layout(name: str, param: DTensor, size: int) -> Layout:
@@ -198,7 +201,6 @@ class _Layouts:
     @property
     def kv_groups(self) -> int:
         return self.heads.q_local // self.heads.kv_local
-
 
 
 def map_hidden(args: tuple, kwargs: dict, fn: Callable[[Tensor], Tensor]) -> tuple[tuple, dict]:

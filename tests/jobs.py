@@ -27,4 +27,80 @@ def gradients(config: dict, batches: list[dict], family="llama", model_changes=N
     model = make(config, family, model_changes, plan)
     losses = [model.forward_backward(rows_of_rank(b, model.mesh)).item() for b in batches]
     norm = model.grad_norm().item()
-    return {"losses": losses, "norm": norm, "grads": dict(model.full_tensors("grad")), "names": [n for n, _ in model.named_parameters()]}
+    return {
+        "losses": losses,
+        "norm": norm,
+        "grads": dict(model.full_tensors("grad")),
+        "names": [n for n, _ in model.named_parameters()],
+    }
+
+
+def gradients_of_list(config: dict, batch: dict, pieces: int) -> dict:
+    """As `gradients`, with this rank's rows handed over as a list of ``pieces`` batches in one call."""
+    model = make(config)
+    own = rows_of_rank(batch, model.mesh)
+    parts = [{k: v.chunk(pieces)[i] for k, v in own.items()} for i in range(pieces)]
+    return {"losses": [model.forward_backward(parts).item()], "grads": dict(model.full_tensors("grad"))}
+
+
+def plain_loop(config: dict, batches: list[dict], family: str) -> dict:
+    """`model(**batch).loss.backward()` for each batch, and the logits of the first beside the unmodified model's."""
+    model = make(config, family)
+    losses = []
+    for batch in batches:
+        loss = model(**rows_of_rank(batch, model.mesh)).loss
+        loss.backward()
+        losses.append(loss.item())
+    inputs = {k: v for k, v in rows_of_rank(batches[0], model.mesh).items() if k != "labels"}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        reference_logits = models.tiny_model(family)(**inputs, use_cache=False).logits
+    return {
+        "losses": losses,
+        "logits": logits,
+        "reference_logits": reference_logits,
+        "grads": dict(model.full_tensors("grad")),
+    }
+
+
+def train_eval_train(config: dict, train: list[dict], held_out: dict) -> dict:
+    """Evaluations before, between and after training steps, on batches of another shape."""
+    model = make(config)
+    own = rows_of_rank(held_out, model.mesh)
+    evals, losses = [model.eval_loss(own).item()], []
+    for batch in train:
+        losses.append(model.forward_backward(rows_of_rank(batch, model.mesh)).item())
+        evals.append(model.eval_loss(own).item())
+    return {"evals": evals, "losses": losses, "grads": dict(model.full_tensors("grad"))}
+
+
+ADAMW = dict(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)
+MAX_NORM = 1.0
+
+
+def adamw_steps(config: dict, batches: list[dict], model_changes: dict | None) -> dict:
+    """A user's training loop on the mesh."""
+    model = make(config, model_changes=model_changes)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses, norms = [], []
+    for batch in batches:
+        losses.append(model.forward_backward(rows_of_rank(batch, model.mesh)).item())
+        norms.append(model.clip_grad_norm_(MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "params": dict(model.full_tensors("param"))}
+
+
+def adamw_steps_in_one_process(batches: list[dict], model_changes: dict | None) -> dict:
+    """The same loop on the unmodified model."""
+    model = models.tiny_model(**(model_changes or {}))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses, norms = [], []
+    for batch in batches:
+        loss = models.reference_loss(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "params": {n: p.detach() for n, p in model.named_parameters()}}

@@ -30,25 +30,15 @@ CORPUS = [
 ]
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<pad>"]
 
-CHATML = (
-    "{% for m in messages %}"
-    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+OPEN = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+TURN = "{{ m['content'] + '<|im_end|>\n' }}"
+CLOSE = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = OPEN + TURN + CLOSE
+MARKS = "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+MARKED = OPEN + "{% if m['role'] == 'assistant' %}" + MARKS + "{% else %}" + TURN + "{% endif %}" + CLOSE
 # As Qwen3's: the last answer is opened by an empty reasoning block, earlier answers are not.
-REASONING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+THINK = "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+REASONING = OPEN + THINK + TURN + CLOSE
 
 CONVERSATION = [
     {"role": "system", "content": "You know the capital of France."},
@@ -93,8 +83,7 @@ def write_lines(path, rows) -> str:
 def test_text_counts_every_token_and_an_eos(add_bos):
     tokenizer = make_tokenizer(add_bos=add_bos)
     (document,) = make_documents([{"text": CORPUS[0]}], "text", tokenizer)
-    whole = tokenizer.decode(document.input_ids)
-    assert whole == ("<s>" if add_bos else "") + CORPUS[0] + "<|im_end|>"
+    assert tokenizer.decode(document.input_ids) == ("<s>" if add_bos else "") + CORPUS[0] + "<|im_end|>"
     assert document.labels[0] == IGNORE
     np.testing.assert_array_equal(document.labels[1:], document.input_ids[1:])
 
@@ -114,10 +103,9 @@ def test_instruct_with_a_template_counts_the_response_and_its_eos(template):
 def test_instruct_without_a_template_counts_the_response_and_an_eos(prompt, add_bos):
     tokenizer = make_tokenizer(add_bos=add_bos)
     (document,) = make_documents([{"prompt": prompt, "response": "ital of France"}], "instruct", tokenizer)
-    whole = tokenizer.decode(document.input_ids)
-    assert whole == ("<s>" if add_bos else "") + prompt + "ital of France<|im_end|>"
-    counted = counted_text(document, tokenizer)
-    # Without a bos nothing predicts the very first token.
+    bos = "<s>" if add_bos else ""
+    assert tokenizer.decode(document.input_ids) == bos + prompt + "ital of France<|im_end|>"
+    counted = counted_text(document, tokenizer)  # without a bos nothing predicts the very first token
     assert counted == "ital of France<|im_end|>" or (not prompt and not add_bos)
 
 
@@ -299,6 +287,9 @@ def test_load_rows_packs_documents_and_reports_what_it_cuts(tmp_path, caplog):
     padded = load_rows(path, "instruct", tokenizer, seq_len=128, pack=False)
     assert len(padded[2].input_ids) == 128
     assert [row.position_ids for row in padded] == [None, None, None]
+    assert pad_token_id(tokenizer) == packed[0].input_ids[-1] == 3
+    tokenizer.pad_token = None
+    assert pad_token_id(tokenizer) == tokenizer.eos_token_id
 
 
 # --- global batches
@@ -406,10 +397,3 @@ def test_eval_gives_every_rank_as_many_batches_and_every_row_once(count, global_
     assert sorted(counted) == sorted(np.concatenate([row.labels[row.labels != IGNORE] for row in rows]))
     masks = [batch["attention_mask"] for rank in ranks for batch in rank if not packed]
     assert all(mask[:, 0].all() for mask in masks)  # attention over nothing would be 0 / 0
-
-
-def test_pad_token_falls_back_to_eos():
-    tokenizer = make_tokenizer()
-    assert pad_token_id(tokenizer) == 3
-    tokenizer.pad_token = None
-    assert pad_token_id(tokenizer) == 2

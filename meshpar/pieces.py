@@ -1,0 +1,159 @@
+"""What `torch.distributed.checkpoint` (DCP) stores and reads: pieces of tensors in Hugging Face's names and shapes.
+
+A rank describes its part of a parameter as one chunk of Hugging Face's tensor, without padding. So what is on disk does
+not depend on the mesh, and DCP's own resharding reads it on any other one; copies on several ranks are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from .fsdp import fsdp_rows
+from .grads import local
+from .mesh import Mesh
+from .styles import ParamSpec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements that a rank holds of a stored tensor: ``local`` lies at ``offsets`` in a tensor of shape ``whole``.
+
+    The methods are the protocol DCP asks of a tensor. A piece without elements is neither written nor read.
+    """
+
+    local: Tensor
+    whole: torch.Size
+    offsets: torch.Size
+
+    def size(self) -> torch.Size:
+        """Shape of the stored tensor."""
+        return self.whole
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        index = MetadataIndex(name, self.offsets)
+        return [
+            WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.whole))
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(self.offsets, self.local.shape)] if self.local.numel() else []
+
+    def on_cpu(self) -> Piece:
+        """A copy in host memory, which later steps do not change."""
+        return Piece(self.local.to("cpu", copy=True), self.whole, self.offsets)
+
+
+def parameter_piece(tensor: Tensor, spec: ParamSpec, mesh: Mesh) -> Piece:
+    """This rank's piece of a parameter, or of anything laid out like it; shares memory with ``tensor``."""
+    box = [(0, n) for n in spec.shape]
+    top, bottom = fsdp_rows(mesh, spec.local_shape[0])
+    start, stop = spec.layout.spans[mesh.rank("tp")]
+    if spec.layout.dim == 0:
+        box[0] = (min(start + top, stop), min(start + bottom, stop))
+    else:
+        box[0] = (top, bottom)
+        if spec.layout.dim is not None:
+            box[spec.layout.dim] = (start, stop)
+    own = local(tensor.detach())[tuple(slice(b - a) for a, b in box)]
+    return Piece(own, torch.Size(spec.shape), torch.Size(a for a, _ in box))
+
+
+def whole_piece(tensor: Tensor) -> Piece:
+    """A tensor that this rank holds all of."""
+    return Piece(tensor.detach(), tensor.shape, torch.Size([0] * tensor.ndim))
+
+
+def write_pieces(directory: Path, pieces: Mapping[str, Piece], group: dist.ProcessGroup | None = None) -> None:
+    """Write every rank's pieces to ``directory`` and flush them to the disk; collective over ``group``.
+
+    Raises OSError on every rank when one of them could not write, or when the pieces leave a gap in a tensor.
+    """
+    try:
+        dcp.save(dict(pieces), storage_writer=FileSystemWriter(directory), planner=_SavePlanner(), process_group=group)
+    except CheckpointException as error:
+        raise OSError(f"could not write {directory}: {_first_failure(error)}") from None
+
+
+def read_pieces(directory: Path, pieces: Mapping[str, Piece]) -> None:
+    """Fill each piece's ``local`` from ``directory``; collective, each rank with pieces of its own.
+
+    Raises OSError on every rank when one of them could not read.
+    """
+    try:
+        dcp.load(dict(pieces), storage_reader=FileSystemReader(directory), planner=_LoadPlanner())
+    except CheckpointException as error:
+        raise OSError(f"could not read {directory}: {_first_failure(error)}") from None
+
+
+class StoredTensors:
+    """The tensors in a directory that `write_pieces` wrote, read whole by one process without a process group."""
+
+    def __init__(self, directory: Path) -> None:
+        self._reader = FileSystemReader(directory)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Name -> shape and dtype of everything stored."""
+        stored = self._metadata.state_dict_metadata
+        return {n: (m.size, m.properties.dtype) for n, m in stored.items() if isinstance(m, TensorStorageMetadata)}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        shape, dtype = self.entries()[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        planner = _LoadPlanner()
+        planner.set_up_planner({name: whole_piece(tensor)}, self._metadata, is_coordinator=True)
+        plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        return tensor
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata=None, is_coordinator: bool = False) -> None:
+        # The default looks for meta tensors first, and puts None in the place of values it does not know.
+        super().set_up_planner({}, metadata, is_coordinator)
+        self.state_dict = state_dict
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items())
+    return f"{type(cause).__name__} on rank {rank}: {cause}"

@@ -1,0 +1,223 @@
+"""The training loop of a recipe: read `run` first, then `Job.train_step`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.logging import RichHandler
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, AutoTokenizer
+
+from ..checkpoint import on_first_rank
+from ..config import ParallelConfig
+from ..load import skeleton_from_config
+from ..loss import count_targets, shift_labels
+from ..mesh import init_distributed
+from ..model import ParallelModel, parallelize_model
+from ..recipe import Recipe
+from ..rng import seed_rank
+from .checkpoints import Checkpoints
+from .data import GlobalBatches, Row, check_vocabulary, eval_batches, load_rows, pad_token_id
+from .metrics import Metrics
+from .optim import make_optimizer, make_schedule
+from .trackers import check_trackers
+
+Rows = Mapping[str, Tensor]
+
+
+def run(recipe: Recipe, device: torch.device | str | None = None) -> None:
+    """Train as ``recipe`` says, on all ranks of a torchrun job or in a world of one; every rank calls it.
+
+    Resumes where the recipe says so. Leaves metrics.jsonl, recipe.yaml, checkpoints/ and, after the last step, model/
+    in ``recipe.output_dir``.
+
+    Raises RecipeError or ConfigError before weights are read for a recipe that this job cannot run.
+    """
+    _set_deterministic(recipe.train.deterministic)
+    device = init_distributed(device, recipe.distributed.timeout_seconds)
+    recipe.check(dist.get_world_size())
+    check_trackers(recipe.log.trackers)
+    console = Console()
+    with _log_on_first_rank(console):
+        job = Job.begin(recipe, device)
+        checkpoints = Checkpoints(recipe)
+        job.load_state(checkpoints.resume(job.model, job.optimizer))
+        metrics = Metrics(recipe, job.model, console, job.step, int(job.tokens.item()))
+        try:
+            train(job, checkpoints, metrics)
+        finally:
+            metrics.close()
+        if job.step == recipe.train.steps:
+            job.model.save_pretrained(Path(recipe.output_dir) / "model")
+
+
+def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> None:
+    """Step by step to the end of the recipe, or to its `stop_at`, with evaluations and checkpoints where they are due."""
+    steps, every = job.recipe.train, job.recipe.checkpoint.every
+    last = steps.stop_at or steps.steps
+    while job.step < last:
+        metrics.start_step()
+        loss, grad_norm, lr = job.train_step()
+        metrics.end_step(job.step, loss, grad_norm, lr, job.tokens)
+        if job.eval_rows and (_is_due(job.step, steps.eval_every) or job.step == steps.steps):
+            metrics.evaluation(job.step, job.evaluate())
+        if _is_due(job.step, every) or job.step == last:
+            checkpoints.save(job.model, job.optimizer, job.state())
+    checkpoints.wait()
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+@dataclass
+class Job:
+    """A model with what trains it; ``step`` counts finished steps, ``tokens`` those of all ranks (int64 scalar)."""
+
+    recipe: Recipe
+    model: ParallelModel
+    optimizer: Optimizer
+    schedule: LambdaLR
+    batches: GlobalBatches
+    eval_rows: list[Row]
+    rows_a_call: int
+    step: int
+    tokens: Tensor
+
+    @classmethod
+    def begin(cls, recipe: Recipe, device: torch.device) -> Job:
+        """Everything a recipe needs at step 0, its rows tokenised and its weights loaded."""
+        config = recipe.parallel_config(dist.get_world_size())
+        on_first_rank(lambda: _write_recipe(recipe, config))
+        rows, eval_rows, pad_id = _load_data(recipe)
+        model = _load_model(recipe, config, device)
+        check_vocabulary([*rows, *eval_rows], model.config.get_text_config().vocab_size)
+        optimizer = make_optimizer(model, recipe.optim)
+        schedule = make_schedule(optimizer, recipe.optim, recipe.train.steps)
+        data, size = recipe.data, recipe.batch.global_size
+        batches = GlobalBatches(rows, size, recipe.train.seed, data.shuffle, pad_id=pad_id, seq_len=data.seq_len)
+        seed_rank(recipe.train.seed, 0, model._mesh)
+        rows_a_call = (config.microbatches or 1) * recipe.batch.micro_size
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return cls(recipe, model, optimizer, schedule, batches, eval_rows, rows_a_call, 0, zero)
+
+    def train_step(self) -> tuple[Tensor, Tensor, float]:
+        """One optimizer step on the next global batch; its loss, the gradient norm before clipping, and the rate used."""
+        rows = self.batches.next(*self._dp())
+        loss = self.model.forward_backward(self._cut(rows))
+        max_norm = self.recipe.optim.max_grad_norm
+        grad_norm = self.model.grad_norm() if max_norm is None else self.model.clip_grad_norm_(max_norm)
+        lr = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.step += 1
+        self.tokens += self._over_dp(rows.get("attention_mask", torch.ones_like(rows["input_ids"])).sum())
+        return loss, grad_norm, lr
+
+    def evaluate(self) -> float:
+        """The mean token loss over the evaluation rows, whatever the mesh: each counted token weighs the same."""
+        size, seq_len = self.batches.global_size, self.batches.seq_len
+        batches = eval_batches(self.eval_rows, size, *self._dp(), self.batches.pad_id, seq_len)
+        total = counted = torch.zeros((), dtype=torch.float64, device=self.tokens.device)
+        for rows in islice(batches, self.recipe.train.eval_batches):
+            weight = self._over_dp(count_targets(shift_labels(rows["labels"])))
+            total = total + weight * self.model.eval_loss(self._cut(rows))
+            counted = counted + weight
+        return (total / counted.clamp(min=1)).item()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the model, the optimizer and the random number generators."""
+        return {
+            "step": self.step,
+            "tokens": int(self.tokens.item()),
+            "seed": self.recipe.train.seed,
+            "schedule": self.schedule.state_dict(),
+            "data": self.batches.state_dict(),
+            "recipe": self.recipe.model_dump(mode="json", by_alias=True),
+            "versions": {name: version(name) for name in ("meshpar", "torch", "transformers")},
+        }
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Continue where `state` was taken; None is the start."""
+        if state is None:
+            return
+        self.step = state["step"]
+        self.tokens.fill_(state["tokens"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.batches.load_state_dict(state["data"])
+
+    def _dp(self) -> tuple[int, int]:
+        return self.model._mesh.rank("dp"), self.model._mesh.size("dp")
+
+    def _cut(self, rows: Rows) -> list[Rows]:
+        """This rank's rows in the numbers that one call of the pipeline schedule takes."""
+        count = len(rows["input_ids"])
+        starts = range(0, count, self.rows_a_call)
+        return [{k: v[start : start + self.rows_a_call] for k, v in rows.items()} for start in starts]
+
+    def _over_dp(self, value: Tensor) -> Tensor:
+        value = value.to(self.tokens.device)
+        dist.all_reduce(value, group=self.model._mesh.group("dp"))
+        return value
+
+
+def _load_data(recipe: Recipe) -> tuple[list[Row], list[Row], int]:
+    tokenizer, data = AutoTokenizer.from_pretrained(recipe.model.path), recipe.data
+    paths = [data.path, *([data.eval_path] if data.eval_path else [])]
+    loaded = [load_rows(path, data.format, tokenizer, data.seq_len, data.pack, data.split) for path in paths]
+    return loaded[0], loaded[1] if data.eval_path else [], pad_token_id(tokenizer)
+
+
+def _load_model(recipe: Recipe, config: ParallelConfig, device: torch.device) -> ParallelModel:
+    path = recipe.model.path
+    source = skeleton_from_config(AutoConfig.from_pretrained(path)) if recipe.model.init == "random" else path
+    return parallelize_model(source, config, device=device, seed=recipe.train.seed)
+
+
+def _write_recipe(recipe: Recipe, config: ParallelConfig) -> None:
+    """The recipe as it runs, the sizes of the mesh included."""
+    sizes = {name: getattr(config, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+    resolved = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=sizes)})
+    out = Path(recipe.output_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "recipe.yaml").write_text(resolved.dump_yaml(), encoding="utf-8")
+
+
+def _set_deterministic(wanted: bool) -> None:
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def _log_on_first_rank(console: Console) -> Iterator[None]:
+    """Rank 0's log on the terminal, beside the progress bar; nothing but errors from the others."""
+    logger = logging.getLogger("meshpar")
+    level, handler = logger.level, logging.NullHandler()
+    if dist.get_rank() > 0:
+        logger.setLevel(logging.ERROR)
+    elif not logger.hasHandlers():
+        logger.setLevel(logging.INFO)
+        plain = logging.StreamHandler(sys.stdout)
+        handler = RichHandler(console=console, show_time=False, show_path=False) if console.is_terminal else plain
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

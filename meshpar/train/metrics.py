@@ -1,0 +1,202 @@
+"""What a run reports: metrics.jsonl, a progress bar and trackers on rank 0; speed, memory and MFU of all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..model import ParallelModel
+from ..recipe import Recipe
+from .trackers import start_trackers
+
+# Dense bfloat16 FLOP/s by the device's name, from the vendor's data sheets; the first part that fits counts.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
+
+
+def flops_per_token(shapes: Mapping[str, Sequence[int]], config: PreTrainedConfig, seq_len: int) -> int:
+    """FLOPs of forward and backward a token of a dense model, recomputation not counted.
+
+    6 for each weight that multiplies (matrices, without the embedding's look-up), and 6 * layers * heads * head_dim *
+    ``seq_len`` for causal attention; a non-causal count, as some report it, has 12 there.
+    """
+    text = config.get_text_config()
+    weights = sum(math.prod(shape) for shape in shapes.values() if len(shape) >= 2)
+    if not text.tie_word_embeddings:
+        weights -= text.vocab_size * text.hidden_size
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 6 * weights + 6 * text.num_hidden_layers * text.num_attention_heads * head_dim * seq_len
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Peak FLOP/s of a device in ``dtype``, None where it is not known."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this process has held so far: torch's memory on CUDA, resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Metrics:
+    """Times steps and reports them. Every rank calls it, rank 0 writes; a run that starts at ``step`` has ``tokens``."""
+
+    def __init__(self, recipe: Recipe, model: ParallelModel, console: Console, step: int, tokens: int) -> None:
+        self._device, self._every = model._mesh.device, recipe.log.every
+        self._flops = flops_per_token(model._full.shapes, model.config, recipe.data.seq_len)
+        self._peak = peak_flops(self._device, recipe.parallel.compute_dtype)
+        self._tokens, self._steps, self._seconds = (
+            tokens,
+            0,
+            0.0,
+        )  # tokens of the run, steps and time since the last row
+        self._outputs: list[Any] = []
+        if dist.get_rank() == 0:
+            out = Path(recipe.output_dir)
+            trackers = start_trackers(recipe.log.trackers, out, recipe.model_dump(mode="json", by_alias=True))
+            bar = ProgressBar(console, step, recipe.train.steps)
+            self._outputs = [MetricsFile(out / "metrics.jsonl", step), bar, *map(_Tracker, trackers)]
+
+    def start_step(self) -> None:
+        """The clock runs from here to `end_step`: evaluations and checkpoints do not count."""
+        self._started = time.perf_counter()
+
+    def end_step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, tokens: Tensor) -> None:
+        """Report a finished step where it is due; ``tokens`` of all ranks since the start of the run."""
+        self._steps += 1
+        due = step % self._every == 0
+        row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr} if due else {}
+        self._seconds += time.perf_counter() - self._started
+        if due:
+            self._report(row | self._speed(int(tokens.item())))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Report an evaluation."""
+        self._report({"step": step, "eval_loss": loss})
+
+    def close(self) -> None:
+        """Finish the bar, the file and the trackers."""
+        for output in self._outputs:
+            output.close()
+
+    def _speed(self, tokens: int) -> dict[str, Any]:
+        peak = torch.tensor(peak_memory_bytes(self._device), device=self._device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        speed = (tokens - self._tokens) / self._seconds
+        known = self._peak is not None
+        numbers = {
+            "tokens": tokens,
+            "tokens_per_second": speed,
+            "step_seconds": self._seconds / self._steps,
+            "peak_memory_bytes": int(peak.item()),
+            "mfu": speed * self._flops / (self._peak * dist.get_world_size()) if known else None,
+        }
+        self._tokens, self._steps, self._seconds = tokens, 0, 0.0
+        return numbers
+
+    def _report(self, row: dict[str, Any]) -> None:
+        for output in self._outputs:
+            output.write(row)
+
+
+class MetricsFile:
+    """One JSON object a line. Rows of steps after ``step``, left by a run that got further, are dropped first."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = [line for line in _lines(path) if _step_of(line) <= step]
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(kept), encoding="utf-8")
+        os.replace(aside, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row; it is in the file when this returns."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # what a killed process left half written
+
+
+class ProgressBar:
+    """Step, loss, gradient norm and tokens a second; on what is no terminal, a line for each reported step."""
+
+    def __init__(self, console: Console, step: int, steps: int) -> None:
+        self._steps = steps
+        columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=steps, completed=step)
+        self._bar.start()
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Show a row."""
+        text = _in_words(row)
+        if self._bar.disable:
+            print(f"step {row['step']}/{self._steps}  {text}", flush=True)
+        elif "eval_loss" in row:
+            self._bar.console.print(f"step {row['step']}  {text}")
+        else:
+            self._bar.update(self._task, completed=row["step"], description=text)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    if "eval_loss" in row:
+        return f"eval loss {row['eval_loss']:.4f}"
+    numbers = f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}"
+    return f"{numbers}  {row['tokens_per_second']:,.0f} tokens/s"
+
+
+class _Tracker:
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def write(self, row: dict[str, Any]) -> None:
+        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+        self._tracker.log(numbers, step=row["step"])
+
+    def close(self) -> None:
+        self._tracker.finish()
