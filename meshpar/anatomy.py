@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face causal language model that every step names: embedding, layers, norms after them, head."""
+"""The parts of a Hugging Face causal language model that every step names: embedding, layers, last norm, head."""
 
 from __future__ import annotations
 

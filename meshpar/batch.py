@@ -53,10 +53,11 @@ class Batch:
         return whole
 
 
-def make_batch(batch: Mapping[str, Tensor], device: torch.device) -> Batch:
+def make_batch(batch: Mapping[str, Tensor], device: torch.device, vocab_size: int) -> Batch:
     """Check a batch of input_ids, labels and optionally attention_mask, position_ids, each [rows, seq_len].
 
-    Raises ValueError naming the key for unknown or missing keys, wrong shapes, and packed rows with a padding mask.
+    Raises ValueError naming the key for unknown or missing keys, wrong shapes, ids beyond the vocabulary, and packed
+    rows with a padding mask.
     """
     unknown = sorted(set(batch) - set(_KEYS))
     if unknown:
@@ -64,11 +65,11 @@ def make_batch(batch: Mapping[str, Tensor], device: torch.device) -> Batch:
     for key in ("input_ids", "labels"):
         if key not in batch:
             raise ValueError(f"batch lacks {key!r}")
+    _check_ids(batch, vocab_size)
     tensors = {k: v.to(device) for k, v in batch.items() if v is not None}
     rows, seq_len = tensors["input_ids"].shape
-    for key in ("position_ids",):
-        if key in tensors and tensors[key].shape == (1, seq_len):
-            tensors[key] = tensors[key].expand(rows, -1)
+    if "position_ids" in tensors and tensors["position_ids"].shape == (1, seq_len):
+        tensors["position_ids"] = tensors["position_ids"].expand(rows, -1)
     for key, value in tensors.items():
         if value.shape[0] != rows or (value.ndim == 2 and value.shape[1] != seq_len):
             raise ValueError(f"batch[{key!r}] has shape {list(value.shape)}, input_ids has {[rows, seq_len]}")
@@ -77,6 +78,18 @@ def make_batch(batch: Mapping[str, Tensor], device: torch.device) -> Batch:
         tensors["labels"].fill_(IGNORE)
     mask = _mask(tensors.get("attention_mask"), tensors.get("position_ids"))
     return Batch(tensors["input_ids"], shift_labels(tensors["labels"]), mask, tensors.get("position_ids"))
+
+
+def _check_ids(batch: Mapping[str, Tensor], vocab_size: int) -> None:
+    """Ids beyond the vocabulary; tensors on an accelerator are left to its own lookup check, to keep the step async."""
+    for key, lowest in (("input_ids", 0), ("labels", IGNORE)):
+        ids = batch[key]
+        if ids.device.type == "cpu" and ids.numel() and not lowest <= ids.min() <= ids.max() < vocab_size:
+            raise ValueError(f"batch[{key!r}] has ids from {ids.min()} to {ids.max()}; the vocabulary has {vocab_size}")
+        if key == "labels" and ids.device.type == "cpu" and ((ids < 0) & (ids != IGNORE)).any():
+            raise ValueError(
+                f"batch['labels'] has negative ids other than {IGNORE}, which marks tokens that do not count"
+            )
 
 
 def _mask(mask: Tensor | None, positions: Tensor | None) -> Tensor | None:

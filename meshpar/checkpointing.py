@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
-from .split import Hole
 
 # Kept by "selective": results of weight matmuls, and of collectives that leave a block. The attention core, norms,
 # activations and gathered inputs are computed again: large, and cheap beside the matmuls (arXiv 2205.05198).
@@ -26,17 +27,13 @@ def apply_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> 
     """Checkpoint each decoder layer of ``model``: "none", "selective", or "full" (only its input is kept)."""
     if mode == "none":
         return
-    context = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if mode == "selective" else {}
-    for layer in model.get_submodule(anatomy.layers):
-        if not isinstance(layer, Hole):
-            layer.forward = _checkpointed(layer, partial(checkpoint, use_reentrant=False, **context))
+    context = {"context_fn": _selective} if mode == "selective" else {}
+    for i in range(anatomy.num_layers):
+        layer = model.get_submodule(anatomy.layer(i))
+        layer.forward = _checkpointed(layer, partial(checkpoint, use_reentrant=False, **context))
 
 
-def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _checkpointed(layer: nn.Module, run) -> object:
+def _checkpointed(layer: nn.Module, run: Callable) -> Callable:
     inner = layer.forward
 
     def forward(*args, **kwargs):
@@ -44,3 +41,44 @@ def _checkpointed(layer: nn.Module, run) -> object:
         return run(inner, *args, **kwargs) if keep else inner(*args, **kwargs)
 
     return forward
+
+
+def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    kept: list[Tensor] = []
+    return _Keep(kept), _Replay(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """Remembers the results of `_KEPT` in the order of a layer's forward."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in _KEPT:
+            self.kept.append(out.detach())  # the result itself would keep its own graph alive
+        return out
+
+
+class _Replay(TorchDispatchMode):
+    """Hands the remembered results out again, from the first one each time the layer is computed again.
+
+    torch's own selective checkpointing forgets a result once it is used; a zero-bubble schedule goes backward through
+    a layer twice, for its inputs and for its weights.
+    """
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.kept, self.next = kept, 0
+
+    def __enter__(self):
+        self.next = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in _KEPT:
+            return func(*args, **(kwargs or {}))
+        self.next += 1
+        return self.kept[self.next - 1].detach()

@@ -35,13 +35,12 @@ class FullTensors:
     def describe(cls, model: PreTrainedModel, mesh: Mesh) -> FullTensors:
         """Names and shapes of a whole model; tied tensors once, under the embedding's name."""
         params = dict(model.named_parameters())
-        embedding = model.get_input_embeddings()
         return cls(
             mesh,
             dissect(model),
             {n: tuple(p.shape) for n, p in params.items()},
             {n for n, p in params.items() if p.requires_grad},
-            embedding.num_embeddings,
+            model.get_output_embeddings().weight.shape[0],
             model.config.get_text_config().hidden_size,
         )
 
@@ -120,7 +119,7 @@ def _assemble(parts: list[Tensor], spec: ParamSpec) -> Tensor:
     if spec.layout.dim is None:
         return parts[0]
     whole = parts[0].new_empty(spec.shape)
-    for rank, (part, (start, stop)) in enumerate(zip(parts, spec.layout.spans)):
+    for rank, (part, (start, stop)) in enumerate(zip(parts, spec.layout.spans, strict=True)):
         if spec.layout.is_first_copy(rank):
             dim = spec.layout.dim
             whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, 0, stop - start))

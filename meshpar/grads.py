@@ -65,7 +65,7 @@ class GradientSums:
             views[-1].copy_(grad)
             at += size * lay.slots
         dist.all_reduce(buffer, group=self.mesh.group("tp"))
-        for (grad, _), view in zip(chosen, views):
+        for (grad, _), view in zip(chosen, views, strict=True):
             grad.copy_(view)
 
     def _sum_tied(self) -> None:
@@ -113,7 +113,7 @@ def global_norm(grads: Iterable[Tensor], mesh: Mesh) -> Tensor:
 
 
 def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale ``grads`` in place by max_norm / norm where the norm is larger, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Scale ``grads`` in place by max_norm / norm where that is below 1, as `torch.nn.utils.clip_grad_norm_` does."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grads = [local(g) for g in grads]
     if grads:

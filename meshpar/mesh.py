@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -98,15 +98,18 @@ def adopt_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
         device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
     elif names != ("pp", "dp", "tp"):
         raise ValueError(
-            f"mesh has the dimensions {names}; meshpar needs ('pp', 'dp', 'tp') or ('pp', 'dp_replicate', 'dp_shard', 'tp')"
+            f"mesh has the dimensions {names}; meshpar needs ('pp', 'dp', 'tp') or "
+            "('pp', 'dp_replicate', 'dp_shard', 'tp')"
+        )
+    if device_mesh.mesh.flatten()[0] != 0 or device_mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh must hold all {dist.get_world_size()} ranks, rank 0 first; it is {device_mesh.mesh.tolist()}"
         )
     return Mesh(device_mesh, device)
 
 
 def config_for_mesh(config: ParallelConfig, device_mesh: DeviceMesh) -> ParallelConfig:
     """``config`` with the sizes of a caller's mesh, which must agree with every size set in ``config`` itself."""
-    from dataclasses import replace
-
     names = device_mesh.mesh_dim_names or ()
     sizes = {name: device_mesh.size(i) for i, name in enumerate(names)}
     sizes = {"dp_replicate": 1, **sizes}

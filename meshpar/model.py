@@ -49,12 +49,12 @@ def parallelize_model(
 ) -> ParallelModel:
     """Put a Hugging Face causal language model on a pp x dp x tp mesh; every rank calls it.
 
-    ``model``: a directory or hub id (each rank reads its own slices of the safetensors files), a config (random weights,
-    a function of ``seed`` and each parameter's name), or a built model (left as it is; its weights are copied, or drawn
-    at random if it is on the meta device). ``config``: the mesh sizes and how to run; default all ranks in dp_shard.
-    ``mesh``: an existing mesh with the dimensions pp, dp (or dp_replicate, dp_shard), tp. ``plan``: "auto", or a dict
-    from module-name pattern to style laid over it. ``dtype``: what parameters are stored in, `config.param_dtype` unless
-    given. ``device``: this rank's device; CUDA where there is one.
+    ``model``: a directory or hub id (each rank reads its own slices of the safetensors files), a config (random
+    weights, a function of ``seed`` and each parameter's name), or a built model (left as it is; its weights are copied,
+    or drawn at random if it is on the meta device). ``config``: the mesh sizes and how to run; default all ranks in
+    dp_shard. ``mesh``: an existing mesh with the dimensions pp, dp (or dp_replicate, dp_shard), tp. ``plan``: "auto",
+    or a dict from module-name pattern to style laid over it. ``dtype``: what parameters are stored in,
+    `config.param_dtype` unless given. ``device``: this rank's device; CUDA where there is one.
 
     Raises ValueError, before weights are read, for sizes or models that cannot work.
     """
@@ -71,9 +71,9 @@ def parallelize_model(
     ranges = stage_ranges(skeleton, the_plan.anatomy, config)
     tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel)
     specs = apply_styles(skeleton, the_plan, tp, config)
+    apply_checkpointing(skeleton, the_plan.anatomy, config.activation_checkpoint)
     own = [ranges[i] for i in stages_of_rank(config, the_mesh.rank("pp"))]
     stages = split_model(skeleton, the_plan.anatomy, own)
-    apply_checkpointing(skeleton, the_plan.anatomy, config.activation_checkpoint)
     runner = Runner(skeleton, the_plan.anatomy, stages, tp)
     apply_fsdp(runner, runner.own_layers(), the_mesh, config)
     materialize(skeleton, specs, the_mesh, reader)
@@ -192,7 +192,9 @@ class ParallelModel(nn.Module):
                 "use forward_backward(batch) to train and eval_loss(batch) to evaluate"
             )
         if labels is None:
-            batch = make_batch({"input_ids": input_ids, "labels": input_ids, **inputs}, self._mesh.device)
+            batch = make_batch(
+                {"input_ids": input_ids, "labels": input_ids, **inputs}, self._mesh.device, self._full.vocab_size
+            )
             return CausalLMOutput(logits=self._whole_logits(self._pipeline.logits(batch)))
         [(batch, _)], self._divisor = self._prepare({"input_ids": input_ids, "labels": labels, **inputs})
         own = self._loss(self._pipeline.logits(batch), batch.targets).float()
@@ -204,7 +206,8 @@ class ParallelModel(nn.Module):
     def generate(self, *args, **kwargs):
         """Not supported: raises RuntimeError with what to do instead."""
         raise RuntimeError(
-            "meshpar does not generate; save_pretrained(directory) and generate with transformers, or an inference engine"
+            "meshpar does not generate text; save_pretrained(directory), then generate with transformers or an "
+            "inference engine"
         )
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -258,7 +261,7 @@ class ParallelModel(nn.Module):
     def _prepare(self, batch: Batches) -> tuple[list[tuple[Batch, int]], Tensor]:
         """Batches with their numbers of microbatches, and the global number of tokens that count."""
         given = [batch] if isinstance(batch, Mapping) else list(batch)
-        batches = [make_batch(b, self._mesh.device) for b in given]
+        batches = [make_batch(b, self._mesh.device, self._full.vocab_size) for b in given]
         counted = sum(
             (count_targets(b.targets) for b in batches), torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         )

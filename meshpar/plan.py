@@ -21,7 +21,6 @@ import fnmatch
 import re
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedModel
@@ -31,8 +30,15 @@ from .config import ParallelConfig
 
 Style = str | ParallelStyle
 STYLES = (
-    ["embedding_rowwise", "block", "colwise", "rowwise", "colwise_norm", "replicate", "sequence_parallel", "vocab_head"]
-)  # fmt: skip
+    "embedding_rowwise",
+    "block",
+    "colwise",
+    "rowwise",
+    "colwise_norm",
+    "replicate",
+    "sequence_parallel",
+    "vocab_head",
+)
 # What transformers' words mean here. Its *_gather_output and *_split_input pairs keep a projection's weight sharded but
 # replicate what lies between them; between them meshpar stays sharded, so they become the plain pair.
 _FROM_TRANSFORMERS = {
@@ -70,7 +76,9 @@ class Plan(dict[str, Style]):
         table = [("module", "style", "parameters", "layers")]
         table += [(key, style, shapes, _ranges(indices)) for (key, style, shapes), indices in rows.items()]
         widths = [max(len(row[i]) for row in table) for i in range(3)]
-        return "\n".join("  ".join((*(c.ljust(w) for c, w in zip(row, widths)), row[3])).rstrip() for row in table)
+        return "\n".join(
+            "  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3])).rstrip() for row in table
+        )
 
 
 def _style_name(style: Style) -> str:
@@ -93,6 +101,8 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     """
     anatomy = dissect(model)
     _refuse_experts(model)
+    if config.pp > 1:
+        _refuse_loose_modules(model, anatomy)
     roles = _leaf_styles(model, anatomy, _declared_styles(model) if config.tp > 1 else {})
     leaves = dict(roles)
     if overrides != "auto":
@@ -111,7 +121,19 @@ def _refuse_experts(model: PreTrainedModel) -> None:
     for name in _EXPERT_COUNTS:
         if (getattr(config, name, None) or 0) > 1:
             raise ValueError(
-                f"{type(model).__name__} has {getattr(config, name)} experts ({name}); mixtures of experts are not supported yet"
+                f"{type(model).__name__} has {getattr(config, name)} experts ({name}); mixtures of experts are not "
+                "supported yet"
+            )
+
+
+def _refuse_loose_modules(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """Under pp every parameter has one stage; modules beside embedding, layers, last norm and head have none."""
+    placed = (anatomy.embedding, anatomy.head, *anatomy.tail)
+    for name, _ in model.named_parameters():
+        if anatomy.layer_index(name) is None and not name.startswith(tuple(f"{m}." for m in placed)):
+            raise ValueError(
+                f"{type(model).__name__} uses {name} outside its embedding, decoder layers, last norm and head; "
+                "splitting such a model into pipeline stages is not supported yet, so pp must be 1"
             )
 
 
@@ -153,8 +175,8 @@ def _blocks(roles: dict[str, Style], leaves: dict[str, Style], config: ParallelC
             )
         elif config.sequence_parallel:
             raise ValueError(
-                f"plan keeps all of {block} whole, but under sequence parallelism it would see one shard of the sequence; "
-                "set sequence_parallel to false"
+                f"plan keeps all of {block} whole, but under sequence parallelism it would see one shard of the "
+                "sequence; set sequence_parallel to false"
             )
     return blocks
 
@@ -233,8 +255,8 @@ def _check_modules(model: PreTrainedModel, anatomy: Anatomy, entries: dict[str, 
         fused = sorted(n for n in inside if re.search(r"qkv|query_key_value|gate_up|W_pack|c_attn", n))
         if fused:
             raise ValueError(
-                f"{type(model).__name__} fuses projections in {prefix}{fused[0]}; splitting fused projections over tp is "
-                "not supported yet, so tp must be 1 for this model"
+                f"{type(model).__name__} fuses projections in {prefix}{fused[0]}; splitting fused projections over tp "
+                "is not supported yet, so tp must be 1 for this model"
             )
 
 
@@ -243,11 +265,9 @@ def show(model: str, config: ParallelConfig | None = None) -> str:
     from transformers import AutoConfig
 
     from .config import check_model
-    from .model import skeleton_from_config
+    from .load import skeleton_from_config
 
     config = config or ParallelConfig(tp=2)
     hf_config = AutoConfig.from_pretrained(model)
     check_model(config, hf_config)
-    with torch.device("meta"):
-        skeleton = skeleton_from_config(hf_config)
-    return str(make_plan(skeleton, config))
+    return str(make_plan(skeleton_from_config(hf_config), config))

@@ -22,7 +22,7 @@ from .styles import TensorParallel, map_hidden
 
 
 def layer_costs(model: PreTrainedModel, anatomy: Anatomy) -> tuple[list[float], float]:
-    """Forward multiply-adds a token of each decoder layer, and of the head; weights only (attention scores are alike)."""
+    """Forward multiply-adds a token of each decoder layer, and of the head: weights alone, as scores are alike."""
     layers = [
         float(sum(p.numel() for p in model.get_submodule(anatomy.layer(i)).parameters() if p.ndim > 1))
         for i in range(anatomy.num_layers)
@@ -114,7 +114,7 @@ def is_v_schedule(name: str) -> bool:
 
 
 class Hole(nn.Module):
-    """Stands for a decoder layer of another stage: returns its hidden states, and shows the layer's plain attributes."""
+    """Stands for a decoder layer of another stage: returns its hidden states, shows the layer's plain attributes."""
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Stage:
         try:
             yield
         finally:
-            for (parent, name, _), module in zip(self.swaps, before):
+            for (parent, name, _), module in zip(self.swaps, before, strict=True):
                 parent._modules[name] = module
             self.captured = None
             if self.injection is not None:
@@ -203,7 +203,8 @@ def _make_stage(model: PreTrainedModel, anatomy: Anatomy, r: StageRange, holes: 
 def _capture(stage: Stage, output: Tensor) -> None:
     if not isinstance(output, Tensor):
         raise ValueError(
-            f"a decoder layer returned a {type(output).__name__}; meshpar pipelines models whose layers return one tensor"
+            f"a decoder layer returned a {type(output).__name__}; meshpar pipelines models whose layers return one "
+            "tensor"
         )
     stage.captured = output
 

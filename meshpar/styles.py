@@ -174,13 +174,12 @@ class _Layouts:
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.q_heads, self.kv_heads = config.num_attention_heads, kv_heads
         self.heads: HeadLayout = heads(self.q_heads, self.kv_heads, size)
-        self.vocab = model.get_input_embeddings().num_embeddings
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
 
     def of(self, name: str) -> Layout:
         style = self.plan[name]
         if style in ("embedding_rowwise", "vocab_head"):
-            return even(self.vocab, self.size)
+            return even(self._width(name, style), self.size)
         if style not in ("colwise", "rowwise", "colwise_norm", "block"):
             return replicated(self.size)
         block = name if style == "block" else name.rpartition(".")[0]
@@ -230,7 +229,9 @@ def _embedding(module: nn.Embedding, tp: TensorParallel, layout: Layout) -> None
     absent: list[Tensor] = []
 
     def local_ids(_: nn.Module, args: tuple[Tensor]) -> Tensor:
-        absent.append((args[0] < start) | (args[0] >= stop))
+        # Ids beyond the vocabulary are no rank's: left as they are, they fail the lookup, as in one process.
+        elsewhere = (args[0] < start) | (args[0] >= stop)
+        absent.append(elsewhere & (args[0] >= 0) & (args[0] < layout.spans[-1][1]))
         return (args[0] - start).masked_fill(absent[-1], 0)
 
     def sum_found(_: nn.Module, args: tuple, rows: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ _LOGIT_BYTES = 256 << 20
 
 @dataclass
 class GradientError:
-    """How far one parameter's gradient is from one process's: maximum absolute, relative L2, and the bar for the latter."""
+    """How far one parameter's gradient is from one process's, and the bar for its relative L2."""
 
     max_abs: float
     relative_l2: float
@@ -85,8 +85,9 @@ class VerifyReport:
             f"difference {abs(self.loss[0] - self.loss[1]):.1e} (bar {self.loss_bar:.0e})",
             f"  gradient norm   {self.norm[0]:.6f}  one process {self.norm[1]:.6f}",
             f"  logits          largest difference {self.logits_max_abs:.1e}",
-            f"  gradients       {len(self.gradients) - len(wrong)} of {len(self.gradients)} within the bar; worst {self.worst}: "
-            f"relative L2 {worst.relative_l2:.1e} (bar {worst.bar:.0e}), largest difference {worst.max_abs:.1e}",
+            f"  gradients       {len(self.gradients) - len(wrong)} of {len(self.gradients)} within the bar",
+            f"  worst gradient  {self.worst}: relative L2 {worst.relative_l2:.1e} (bar {worst.bar:.0e}), "
+            f"largest difference {worst.max_abs:.1e}",
         ]
         if self.first_wrong:
             lines.append(f"  first wrong     {self.first_wrong}: {self.reason}")
@@ -106,8 +107,8 @@ def verify(
     ``batch`` is the whole global batch, the same on every rank ([rows, seq] each); random tokens unless given. Compared
     are the loss (within 1e-6), the logits, the global gradient norm, and every parameter's gradient (relative L2 within
     1e-5, or, for models too large for that in float32, within 4 times the distance of one process in float32 from
-    float64). On failure `first_wrong` names the first module in forward order whose output differs; if all outputs agree,
-    the last module in forward order whose gradient is wrong: the backward went wrong there.
+    float64). On failure `first_wrong` names the first module in forward order whose output differs; if all outputs
+    agree, the last module in forward order whose gradient is wrong: the backward went wrong there.
     """
     parallel = parallelize_model(model, _in_float32(config), plan=plan, seed=seed)
     batch = random_batch(parallel) if batch is None else dict(batch)

@@ -36,6 +36,8 @@ from .metrics import Metrics
 from .optim import make_optimizer, make_schedule
 from .trackers import check_trackers
 
+log = logging.getLogger("meshpar")
+
 Rows = Mapping[str, Tensor]
 
 
@@ -66,9 +68,11 @@ def run(recipe: Recipe, device: torch.device | str | None = None) -> None:
 
 
 def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> None:
-    """Step by step to the end of the recipe, or to its `stop_at`, with evaluations and checkpoints where they are due."""
+    """Step by step to the end of the recipe or to its `stop_at`; evaluations and checkpoints where they are due."""
     steps, every = job.recipe.train, job.recipe.checkpoint.every
     last = steps.stop_at or steps.steps
+    if job.step >= last:
+        log.info("step %d is done already; nothing is left to train", last)
     while job.step < last:
         metrics.start_step()
         loss, grad_norm, lr = job.train_step()
@@ -94,7 +98,7 @@ class Job:
     schedule: LambdaLR
     batches: GlobalBatches
     eval_rows: list[Row]
-    rows_a_call: int
+    rows_per_call: int
     step: int
     tokens: Tensor
 
@@ -111,12 +115,12 @@ class Job:
         data, size = recipe.data, recipe.batch.global_size
         batches = GlobalBatches(rows, size, recipe.train.seed, data.shuffle, pad_id=pad_id, seq_len=data.seq_len)
         seed_rank(recipe.train.seed, 0, model._mesh)
-        rows_a_call = (config.microbatches or 1) * recipe.batch.micro_size
+        rows_per_call = (config.microbatches or 1) * recipe.batch.micro_size
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        return cls(recipe, model, optimizer, schedule, batches, eval_rows, rows_a_call, 0, zero)
+        return cls(recipe, model, optimizer, schedule, batches, eval_rows, rows_per_call, 0, zero)
 
     def train_step(self) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step on the next global batch; its loss, the gradient norm before clipping, and the rate used."""
+        """One optimizer step on the next global batch: its loss, gradient norm before clipping, and learning rate."""
         rows = self.batches.next(*self._dp())
         loss = self.model.forward_backward(self._cut(rows))
         max_norm = self.recipe.optim.max_grad_norm
@@ -156,6 +160,7 @@ class Job:
         """Continue where `state` was taken; None is the start."""
         if state is None:
             return
+        _warn_of_changes(state["recipe"], self.recipe)
         self.step = state["step"]
         self.tokens.fill_(state["tokens"])
         self.schedule.load_state_dict(state["schedule"])
@@ -167,13 +172,21 @@ class Job:
     def _cut(self, rows: Rows) -> list[Rows]:
         """This rank's rows in the numbers that one call of the pipeline schedule takes."""
         count = len(rows["input_ids"])
-        starts = range(0, count, self.rows_a_call)
-        return [{k: v[start : start + self.rows_a_call] for k, v in rows.items()} for start in starts]
+        starts = range(0, count, self.rows_per_call)
+        return [{k: v[start : start + self.rows_per_call] for k, v in rows.items()} for start in starts]
 
     def _over_dp(self, value: Tensor) -> Tensor:
         value = value.to(self.tokens.device)
         dist.all_reduce(value, group=self.model._mesh.group("dp"))
         return value
+
+
+def _warn_of_changes(saved: Mapping[str, Any], recipe: Recipe) -> None:
+    """The optimizer continues with the settings it was saved with: say so where the recipe has others by now."""
+    before, now = saved["optim"], recipe.model_dump(mode="json", by_alias=True)["optim"]
+    for key in ("lr", "weight_decay", "betas", "eps"):
+        if before[key] != now[key]:
+            log.warning("optim.%s stays %s, as the checkpoint has it; the recipe says %s", key, before[key], now[key])
 
 
 def _load_data(recipe: Recipe) -> tuple[list[Row], list[Row], int]:

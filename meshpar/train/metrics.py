@@ -69,7 +69,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Metrics:
-    """Times steps and reports them. Every rank calls it, rank 0 writes; a run that starts at ``step`` has ``tokens``."""
+    """Times steps and reports them: every rank calls it, rank 0 writes. ``step`` and ``tokens`` are done already."""
 
     def __init__(self, recipe: Recipe, model: ParallelModel, console: Console, step: int, tokens: int) -> None:
         self._device, self._every = model._mesh.device, recipe.log.every
