@@ -38,12 +38,11 @@ def assert_equal_tensors(left, right):
 
 # (saved on, model, loaded on)
 RESHARDED = [
-    (DP2_TP2, {}, [ONE, TP2, DP2, PP2]),
-    (PP2_TP2, {"tie_word_embeddings": True}, [PP2_TP2, ONE, TP4]),
-    (ZBV, {}, [PP2, ONE]),
-    (TP4, {}, [TP4, PP2_TP2]),  # 2 kv heads on 4 ranks
-    (DP2_TP2, {"vocab_size": 97, "intermediate_size": 63}, [TP4, ONE]),
-    (HSDP, {"vocab_size": 97}, [DP2_TP2, HSDP]),
+    (DP2_TP2, {}, [ONE, TP2, DP2, PP2]),  # T18A
+    (PP2_TP2, {"tie_word_embeddings": True}, [PP2_TP2, ONE]),
+    (ZBV, {}, [PP2]),
+    (TP4, {}, [PP2_TP2]),  # 2 kv heads on 4 ranks
+    (HSDP, {"vocab_size": 97, "intermediate_size": 63}, [TP4]),
     (ONE, {"num_hidden_layers": 5}, [PP2_DP2]),
 ]
 
@@ -67,8 +66,8 @@ def test_state_is_bit_equal_on_other_meshes_and_training_goes_on(pool, tmp_path,
 
 def test_what_ranks_hold_in_common_is_written_once(pool, tmp_path):
     changes = {"tie_word_embeddings": True}
-    config = {"pp": 2, "dp_replicate": 2, "dp_shard": 1, "tp": 2}
-    pool.run(8, jobs.save_and_go_on, config, changes, str(tmp_path / "step-3"))
+    config = {"pp": 2, "dp_replicate": 2, "dp_shard": 1}
+    pool.run(4, jobs.save_and_go_on, config, changes, str(tmp_path / "step-3"))
     metadata = FileSystemReader(tmp_path / "step-3").read_metadata()
     described = sum(info.length for info in metadata.storage_data.values())
     written = sum(file.stat().st_size for file in (tmp_path / "step-3").glob("*.distcp"))
@@ -106,9 +105,9 @@ def test_every_rank_continues_its_own_random_numbers(pool, tmp_path):  # T17E
 
 def test_another_mesh_is_seeded_alike_on_tp_peers_and_apart_on_others(pool, tmp_path):
     pool.run(1, jobs.save_and_go_on, ONE, {}, str(tmp_path / "step-3"))
-    draws = pool.run(8, jobs.draws_after_load, {"pp": 2, "dp_shard": 2, "tp": 2}, str(tmp_path / "step-3"))
+    draws = pool.run(4, jobs.draws_after_load, DP2_TP2, str(tmp_path / "step-3"))
     assert draws[0::2] == draws[1::2]
-    assert len(set(draws)) == 4
+    assert len(set(draws)) == 2
 
 
 def test_data_rows_continue_on_another_dp_size(pool, tmp_path):  # T17C

@@ -75,11 +75,7 @@ class Metrics:
         self._device, self._every = model._mesh.device, recipe.log.every
         self._flops = flops_per_token(model._full.shapes, model.config, recipe.data.seq_len)
         self._peak = peak_flops(self._device, recipe.parallel.compute_dtype)
-        self._tokens, self._steps, self._seconds = (
-            tokens,
-            0,
-            0.0,
-        )  # tokens of the run, steps and time since the last row
+        self._tokens, self._steps, self._seconds = tokens, 0, 0.0  # at the last row; since the last row
         self._outputs: list[Any] = []
         if dist.get_rank() == 0:
             out = Path(recipe.output_dir)

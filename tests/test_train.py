@@ -1,0 +1,338 @@
+"""The training loop: the same numbers on any mesh, resume to the bit, evaluation, what a run reports and leaves."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import init_empty_weights
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from meshpar.config import ConfigError
+from meshpar.recipe import Optim, load_recipe, parse_recipe
+from meshpar.train.data import GlobalBatches, eval_batches, load_rows, pad_token_id
+from meshpar.train.metrics import flops_per_token
+from meshpar.train.optim import lr_factor, make_optimizer, make_schedule
+from meshpar.train.trackers import check_trackers
+from tests import jobs_train as jobs
+from tests import models
+
+ONE, DP2, PP2 = {"dp_shard": 1}, {"dp_shard": 2}, {"dp_shard": 1, "pp": 2}
+DP2_TP2 = {"dp_shard": 2, "tp": 2}
+ZBV_TP2 = {"dp_shard": 1, "pp": 2, "tp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}
+PP2_DP2 = {"dp_shard": 2, "pp": 2}
+STEP_KEYS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes", "mfu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A directory with model/ (weights and tokenizer), train.jsonl, eval.jsonl."""
+    where = tmp_path_factory.mktemp("workspace")
+    models.tiny_model(attention_dropout=0.1).save_pretrained(where / "model")
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": 3 + i for i in range(90)}}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
+    tokenizer.save_pretrained(where / "model")
+    for name, count, first in (("train", 24, 0), ("eval", 5, 40)):
+        lines = [
+            {"prompt": f"w{i} w{i + 1} ", "response": " ".join(f"w{(i * j) % 90}" for j in range(1, 4 + i % 13))}
+            for i in range(first, first + count)
+        ]
+        (where / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return where
+
+
+def recipe(workspace: Path, out: Path, parallel: dict, **changes) -> dict:
+    """Six steps of two packed rows a data-parallel rank or more; ``changes``: section__key=value."""
+    raw = {
+        "model": {"path": str(workspace / "model")},
+        "parallel": {"compute_dtype": "float32", **parallel},
+        "data": {"path": str(workspace / "train.jsonl"), "format": "instruct", "seq_len": 32},
+        "batch": {"global_size": 4},
+        "optim": {"lr": 0.01, "eps": 1e-5, "warmup_steps": 2},
+        "train": {"steps": 6},
+        "checkpoint": {"async": False},
+        "log": {},
+        "output_dir": str(out),
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        raw[section][name] = value
+    return raw
+
+
+def train(pool, raw: dict) -> list[list[str]]:
+    config = parse_recipe(raw)
+    return pool.run(config.world_size(), jobs.train, raw)
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(out: Path) -> list[dict]:
+    """What must not depend on how a run was interrupted."""
+    return [{key: row[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for row in metrics(out)]
+
+
+def checkpoints(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def in_one_process(raw: dict) -> list[dict]:
+    """The recipe's steps by hand, with the unmodified Hugging Face model."""
+    settings = parse_recipe(raw)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+    model = AutoModelForCausalLM.from_pretrained(settings.model.path, attention_dropout=0.0)
+    rows = load_rows(settings.data.path, "instruct", tokenizer, settings.data.seq_len, pack=True)
+    batches = GlobalBatches(rows, 4, seed=0, pad_id=pad_token_id(tokenizer), seq_len=settings.data.seq_len)
+    optimizer = make_optimizer(model, settings.optim)
+    schedule = make_schedule(optimizer, settings.optim, settings.train.steps)
+    done = []
+    for _ in range(settings.train.steps):
+        loss = models.reference_loss(model, batches.next())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        done.append({"loss": loss.item(), "grad_norm": norm.item()})
+    return done
+
+
+@pytest.fixture(scope="module")
+def no_dropout(workspace, tmp_path_factory):
+    """The same workspace, for tests that compare different meshes: dropout draws differ there."""
+    where = tmp_path_factory.mktemp("no-dropout") / "workspace"
+    shutil.copytree(workspace, where)
+    config = json.loads((where / "model" / "config.json").read_text())
+    (where / "model" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.0}))
+    return where
+
+
+@pytest.mark.parametrize("parallel", [ONE, DP2_TP2, ZBV_TP2, PP2_DP2], ids=["1x1x1", "1x2x2", "2x1x2-ZBV", "2x2x1"])
+def test_losses_and_norms_are_those_of_one_process(pool, no_dropout, tmp_path, parallel):
+    raw = recipe(no_dropout, tmp_path, parallel, train__steps=5)
+    train(pool, raw)
+    for row, reference in zip(metrics(tmp_path), in_one_process(raw), strict=True):
+        assert row["loss"] == pytest.approx(reference["loss"], abs=1e-5)
+        assert row["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+
+
+def test_several_schedule_steps_a_batch_give_the_same_losses(pool, no_dropout, tmp_path):
+    for name, changes in (("one", {}), ("several", {"parallel__microbatches": 2})):
+        raw = recipe(no_dropout, tmp_path / name, PP2, train__steps=2, batch__global_size=8, **changes)
+        train(pool, raw)
+    for one, several in zip(numbers(tmp_path / "one"), numbers(tmp_path / "several"), strict=True):
+        assert one == pytest.approx(several, rel=1e-5)
+
+
+# Resume
+
+
+@pytest.mark.parametrize(("parallel", "background"), [(PP2, False), (DP2, True)], ids=["2x1x1", "1x2x1-async"])
+def test_an_interrupted_run_ends_bit_equal_to_an_undisturbed_one(pool, workspace, tmp_path, parallel, background):
+    settings = {"train__deterministic": True, "checkpoint__async": background, "checkpoint__every": 2}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(pool, recipe(workspace, whole, parallel, **settings))
+    train(pool, recipe(workspace, parts, parallel, **settings, train__stop_at=3))
+    assert checkpoints(parts) == ["step-2", "step-3"]
+    assert not (parts / "model").exists()
+    train(pool, recipe(workspace, parts, parallel, **settings))
+    assert numbers(parts) == numbers(whole)
+    assert checkpoints(parts) == checkpoints(whole) == ["step-4", "step-6"]
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (parts / "model" / name).read_bytes() == (whole / "model" / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def stopped(pool, no_dropout, tmp_path_factory):
+    """Three of six steps on (1, 2, 1), and the whole run on the same mesh."""
+    where = tmp_path_factory.mktemp("stopped")
+    train(pool, recipe(no_dropout, where / "whole", DP2))
+    train(pool, recipe(no_dropout, where / "part", DP2, train__stop_at=3))
+    return where
+
+
+def test_a_run_goes_on_on_another_mesh(pool, no_dropout, stopped, tmp_path):
+    shutil.copytree(stopped / "part", tmp_path / "run")
+    train(pool, recipe(no_dropout, tmp_path / "run", PP2))
+    for moved, stayed in zip(numbers(tmp_path / "run"), numbers(stopped / "whole"), strict=True):
+        assert moved == pytest.approx(stayed, rel=2e-6, abs=1e-6)
+
+
+def test_resume_takes_the_last_complete_checkpoint_and_drops_what_came_after(pool, no_dropout, stopped, tmp_path):
+    run = tmp_path / "run"  # T34A: step 6 was being written
+    shutil.copytree(stopped / "part", run)
+    shutil.copytree(run / "checkpoints" / "step-3", run / "checkpoints" / "step-6")
+    (run / "checkpoints" / "step-6" / "meshpar.json").unlink()
+    (run / "checkpoints" / "step-6.tmp").mkdir()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
+    warnings = train(pool, recipe(no_dropout, run, DP2))
+    assert [message.rpartition("; ")[2] for message in warnings[0]] == ["skipped", "skipped"]
+    assert warnings[1] == []
+    assert numbers(run) == numbers(stopped / "whole")
+    assert checkpoints(run) == ["step-3", "step-6"]
+
+
+def test_a_run_that_starts_anew_sets_checkpoints_ahead_of_it_aside(pool, no_dropout, stopped, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(stopped / "whole", run)
+    train(pool, recipe(no_dropout, run, DP2, checkpoint__resume="never", train__stop_at=3))
+    assert checkpoints(run) == ["step-3", "step-6.superseded"]
+    assert numbers(run) == numbers(stopped / "whole")[:3]
+
+
+def test_resume_from_a_path(pool, no_dropout, stopped, tmp_path):
+    source = str(stopped / "part" / "checkpoints" / "step-3")
+    warnings = train(pool, recipe(no_dropout, tmp_path, DP2, checkpoint__resume=source, optim__weight_decay=0.5))
+    assert numbers(tmp_path) == numbers(stopped / "whole")[3:]
+    assert warnings[0] == ["optim.weight_decay stays 0.1, as the checkpoint has it; the recipe says 0.5"]
+
+
+def test_resume_from_no_checkpoint_is_refused(pool, no_dropout, tmp_path):
+    with pytest.raises(AssertionError, match=r"checkpoint\.resume=.* cannot be used: .* it has no meshpar\.json"):
+        train(pool, recipe(no_dropout, tmp_path, ONE, checkpoint__resume=str(tmp_path)))
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("parallel", [DP2, PP2_DP2], ids=["1x2x1", "2x2x1"])
+def test_evaluation_is_the_mean_over_all_rows(pool, no_dropout, tmp_path, parallel):  # T29A: 5 rows in batches of 4
+    changes = {"data__eval_path": str(no_dropout / "eval.jsonl"), "train__eval_every": 2, "data__pack": False}
+    train(pool, recipe(no_dropout, tmp_path, parallel, train__steps=3, **changes))
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 3]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    held_out = load_rows(changes["data__eval_path"], "instruct", tokenizer, 32, pack=False)
+    (batch,) = eval_batches(held_out, len(held_out), 0, 1, pad_token_id(tokenizer), 32)
+    with torch.no_grad():
+        assert rows[-1]["eval_loss"] == pytest.approx(models.reference_loss(model, batch).item(), abs=1e-5)
+
+
+# What a run reports and leaves
+
+
+def test_a_run_leaves_metrics_recipe_checkpoints_trackers_and_a_model(pool, workspace, tmp_path):
+    changes = {"log__trackers": ["jsonl", "tensorboard"], "checkpoint__every": 1, "log__every": 2}
+    parallel = {"dp_shard": -1, "tp": 2}
+    raw = recipe(workspace, tmp_path, parallel, train__steps=4, model__init="random", **changes)
+    train(pool, raw)
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [2, 4]
+    assert all(set(row) == STEP_KEYS for row in rows)
+    assert [row["tokens"] for row in rows] == [2 * 4 * 32, 4 * 4 * 32]
+    assert all(row["mfu"] is None and row["peak_memory_bytes"] > 1e8 and row["step_seconds"] > 0 for row in rows)
+    assert checkpoints(tmp_path) == ["step-3", "step-4"]
+    resolved = load_recipe(tmp_path / "recipe.yaml")
+    assert (resolved.parallel.dp_shard, resolved.parallel.tp, resolved.optim.weight_decay) == (1, 2, 0.1)
+    events = EventAccumulator(str(tmp_path / "trackers" / tmp_path.name)).Reload()
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
+    assert [event.step for event in events.Scalars("loss")] == [2, 4]
+    AutoTokenizer.from_pretrained(tmp_path / "model")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert trained.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
+
+
+def test_a_missing_tracker_is_refused_with_the_command_that_helps():
+    if importlib.util.find_spec("comet_ml") is not None:
+        pytest.skip("comet_ml is installed")
+    with pytest.raises(ConfigError, match=r"log\.trackers=.*comet_ml.* run `pip install comet-ml`"):
+        check_trackers(["jsonl", "tensorboard", "comet_ml"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802]),
+    ],
+)
+def test_learning_rate_warms_up_then_follows_the_schedule(schedule, factors):
+    optim = Optim(lr=1.0, warmup_steps=2, schedule=schedule, min_lr_ratio=0.1)
+    assert [lr_factor(step, optim, 6) for step in range(6)] == pytest.approx(factors, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gigaflops"),
+    [((4096, 14336, 32, 32), 51.47), ((8192, 28672, 80, 64), 449.22)],
+    ids=["Llama-3-8B", "Llama-3-70B"],
+)
+def test_flops_per_token_are_the_published_ones(sizes, gigaflops):
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = models.tiny_config(vocab_size=128256, num_key_value_heads=8, **dict(zip(keys, sizes, strict=True)))
+    with init_empty_weights():
+        shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    assert flops_per_token(shapes, config, 8192) / 1e9 == pytest.approx(gigaflops, rel=1e-3)
+
+
+# The command
+
+
+def environment() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_train_and_export_commands(workspace, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe(workspace, tmp_path / "run", PP2)))
+    done = run_python("-m", "meshpar", "train", str(file), "train.steps=2", "checkpoint.async=true")
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2  loss " in done.stdout
+    step = tmp_path / "run" / "checkpoints" / "step-2"
+    exported = run_python("-m", "meshpar", "export", str(step), str(tmp_path / "exported"))
+    assert exported.returncode == 0, exported.stderr
+    weights = [
+        (directory / "model.safetensors").read_bytes()
+        for directory in (tmp_path / "exported", tmp_path / "run" / "model")
+    ]
+    assert weights[0] == weights[1]
+
+
+BROKEN_DATA = """
+import os, sys
+from meshpar.cli import main
+from meshpar.train.data import GlobalBatches
+
+take = GlobalBatches.next
+
+def next_or_raise(batches, *place):
+    if os.environ["RANK"] == "1" and batches.rows_seen > 0:
+        raise ValueError("row 5 is broken")
+    return take(batches, *place)
+
+GlobalBatches.next = next_or_raise
+sys.exit(main(["train", sys.argv[1]]))
+"""
+
+
+def test_an_exception_on_one_rank_ends_all_with_its_message(workspace, tmp_path):  # T14C
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(workspace, tmp_path / "run", PP2)))
+    (tmp_path / "script.py").write_text(BROKEN_DATA)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_python(*torchrun, str(tmp_path / "script.py"), str(tmp_path / "recipe.yaml"))
+    assert done.returncode != 0
+    messages = [line for line in done.stderr.splitlines() if line.startswith("meshpar: ")]
+    assert messages == ["meshpar: error on rank 1 (pp=1, dp=0, tp=0): ValueError: row 5 is broken"]
