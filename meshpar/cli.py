@@ -47,7 +47,7 @@ def verify(args: argparse.Namespace) -> int:
     """Compare the recipe's mesh with one process, like `train` inside torchrun or outside."""
 
     def run(recipe: Recipe) -> int:
-        from .verify import run_recipe
+        from .parity import run_recipe
 
         return 0 if run_recipe(recipe) else FAILED
 

@@ -207,7 +207,7 @@ def check_torch_version(config: ParallelConfig, version: str | None = None) -> N
 
 
 def check_model(config: ParallelConfig, hf_config: Any) -> None:
-    """Refuse a model that the mesh cannot hold. Vocabulary and MLP sizes always fit: they are padded.
+    """Refuse a model that the mesh cannot hold. Sizes that tp does not divide are padded; heads must be at least tp.
 
     Args:
         config: a resolved config.
@@ -352,21 +352,13 @@ def _working_sizes(config: ParallelConfig, name: str, world_size: int) -> str:
 
 
 def _check_heads(config: ParallelConfig, text: Any) -> None:
+    """Zero heads fill up a count that does not divide (see `layout.heads`), but every rank needs a head of its own."""
     heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if _tp_fits(config.tp, heads, kv_heads):
-        return
-    working = [tp for tp in range(1, heads + 1) if _tp_fits(tp, heads, kv_heads)]
-    if heads % config.tp:
-        why = f"does not divide the model's num_attention_heads={heads}"
-    else:
-        why = f"and the model's num_key_value_heads={kv_heads} do not divide one another"
-    raise ConfigError(f"tp={config.tp} {why}; nearest tp that work for this model: {nearest(config.tp, working)}.")
-
-
-def _tp_fits(tp: int, heads: int, kv_heads: int) -> bool:
-    # Fewer kv heads than ranks is fine where each lands on the same number of ranks, which then share its queries.
-    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    if config.tp > heads:
+        raise ConfigError(
+            f"tp={config.tp} is more than the model's num_attention_heads={heads}; "
+            f"tp from 1 to {heads} work for this model."
+        )
 
 
 def _check_layers(config: ParallelConfig, layers: int) -> None:

@@ -37,7 +37,7 @@ def environment(**changes):
 
 def meshpar(*arguments, **changes):
     command = [sys.executable, "-m", "meshpar", *arguments]
-    return subprocess.run(command, env=environment(**changes), capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, env=environment(**changes), capture_output=True, text=True, timeout=200, check=False)
 
 
 def torchrun(tmp_path, mode):
@@ -45,10 +45,8 @@ def torchrun(tmp_path, mode):
     script.write_text(WORKER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(script), mode, str(tmp_path / "run")]
-    started = time.monotonic()
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=90, check=False)
-    messages = [line for line in done.stderr.splitlines() if line.startswith("meshpar: ")]
-    return done, messages, time.monotonic() - started
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    return done, [line for line in done.stderr.splitlines() if line.startswith("meshpar: ")]
 
 
 def test_recipes_are_listed_with_the_first_line_of_their_header(capsys):
@@ -129,24 +127,26 @@ def test_workers_of_the_wrong_world_size_say_so_once(tmp_path):
         command = [sys.executable, "-m", "meshpar", "train", "smollm2-135m-demo"]
         env = environment(RANK=str(rank), WORLD_SIZE="2", **changes)
         processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    errors = "".join(process.communicate(timeout=60)[1] for process in processes)
+    errors = "".join(process.communicate(timeout=200)[1] for process in processes)
     assert [process.returncode for process in processes] == [2, 2]
     assert len(errors.splitlines()) == 1
     assert errors.startswith("meshpar: parallel.pp=2 x dp_replicate=1 x dp_shard=1 x tp=3 makes 6 processes")
 
 
 def test_error_on_one_rank_ends_all_with_that_error_alone(tmp_path):
-    done, messages, seconds = torchrun(tmp_path, "alone")
+    done, messages = torchrun(tmp_path, "alone")
+    ended = time.time()
     assert done.returncode == 1
     assert messages == ["meshpar: error on rank 1 (pp=1, dp=0, tp=0): KeyError: 'rank 1 alone'"]
     assert "onnection" not in done.stderr, "rank 0 must not report that it lost its peer"
-    assert seconds < 30
-    assert "KeyError: 'rank 1 alone'" in (tmp_path / "run" / "errors" / "rank-1.txt").read_text()
+    traceback = tmp_path / "run" / "errors" / "rank-1.txt"
+    assert "KeyError: 'rank 1 alone'" in traceback.read_text()
+    assert ended - traceback.stat().st_mtime < 30
     assert "traceback : meshpar: error on rank 1" in done.stderr, "torchrun's own summary must say the reason too"
 
 
 def test_error_on_every_rank_is_reported_once(tmp_path):
-    done, messages, _ = torchrun(tmp_path, "everywhere")
+    done, messages = torchrun(tmp_path, "everywhere")
     assert done.returncode == 1
     assert len(messages) == 1
     assert messages[0].endswith("KeyError: 'every rank alike'")
@@ -166,7 +166,7 @@ def test_worker_that_is_killed_is_reported_by_signal(tmp_path):
     command = [sys.executable, "-m", "meshpar", "train", "smollm2-135m-demo", "parallel.pp=1", "parallel.tp=2"]
     command += [f"model.path={tmp_path}/no-model", f"output_dir={tmp_path}/run"]
     parent = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len(workers := psutil.Process(parent.pid).children()) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     # Stopped first, so that neither gets to fail in its own way.
@@ -174,6 +174,6 @@ def test_worker_that_is_killed_is_reported_by_signal(tmp_path):
         worker.suspend()
     workers[0].send_signal(signal.SIGKILL)
     workers[1].resume()
-    _, errors = parent.communicate(timeout=60)
+    _, errors = parent.communicate(timeout=200)
     assert parent.returncode == 1
     assert "the process was ended by SIGKILL; the machine may have run out of memory" in errors

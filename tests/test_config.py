@@ -146,34 +146,17 @@ def test_pipeline_on_torch_2_13_and_later_runs(version):
     check_torch_version(ParallelConfig(pp=2), version)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "working"),
-    [(9, 3, {1, 3, 9}), (4, 2, {1, 2, 4}), (12, 4, {1, 2, 4, 12}), (32, 8, {1, 2, 4, 8, 16, 32}), (8, 1, {1, 2, 4, 8})],
-)
-def test_tp_sizes_that_work_for_a_head_count(heads, kv_heads, working):
-    def refusal(tp):
-        try:
-            check_model(ParallelConfig(tp=tp, dp_shard=1), llama(heads, kv_heads))
-        except ConfigError as error:
-            return str(error)
-        return None
-
-    assert {tp for tp in range(1, heads + 2) if refusal(tp) is None} == working
-
-
-def test_heads_that_do_not_divide_name_the_nearest_tp():
-    with pytest.raises(ConfigError, match=r"tp=2 .*num_attention_heads=9; nearest tp .*: 1 or 3"):
-        check_model(ParallelConfig(tp=2, dp_shard=1), llama(9, 3))
-
-
-def test_kv_heads_that_do_not_divide_name_the_nearest_tp():
-    with pytest.raises(ConfigError, match=r"tp=6 .*num_key_value_heads=4 .*: 4 or 12"):
-        check_model(ParallelConfig(tp=6, dp_shard=1), llama(12, 4))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 2), (12, 4), (28, 4), (8, 1)])
+def test_any_tp_up_to_the_number_of_heads_works(heads, kv_heads):
+    for tp in range(1, heads + 1):
+        check_model(ParallelConfig(tp=tp, dp_shard=1), llama(heads, kv_heads))
+    with pytest.raises(ConfigError, match=rf"tp={heads + 1} .*num_attention_heads={heads}; tp from 1 to {heads}"):
+        check_model(ParallelConfig(tp=heads + 1, dp_shard=1), llama(heads, kv_heads))
 
 
 def test_model_without_kv_heads_counts_its_heads():
-    with pytest.raises(ConfigError, match=r"tp=5 .*num_attention_heads=12; nearest tp .*: 4 or 6"):
-        check_model(ParallelConfig(tp=5, dp_shard=1), GPT2Config())
+    with pytest.raises(ConfigError, match=r"tp=13 .*num_attention_heads=12; tp from 1 to 12"):
+        check_model(ParallelConfig(tp=13, dp_shard=1), GPT2Config())
 
 
 def test_more_stages_than_layers_are_refused():

@@ -1,0 +1,185 @@
+"""Step time of the demo model on meshes of 1 to 6 processes beside plain transformers, and the bytes a rank reads.
+
+    make demo                                    # once: makes the checkpoint
+    python benchmarks/demo_step.py               # writes benchmarks/RESULTS.md
+
+Every configuration runs once a round, in turn, each in fresh processes; a row is the median over all timed steps of all
+rounds, and its ratio to the median of plain transformers in the same run. All share this machine's cores, so more
+processes cannot be faster here: the ratio is what the mesh costs on top of the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+PLAIN = "transformers, one process"
+MESHES = {
+    "1 process": {},
+    "dp_shard=2": {"dp_shard": 2},
+    "tp=2": {"tp": 2},
+    "pp=2": {"pp": 2},
+    "pp=2 tp=2": {"pp": 2, "tp": 2},
+    "dp_shard=2 tp=2": {"dp_shard": 2, "tp": 2},
+    "pp=2 tp=3": {"pp": 2, "tp": 3},
+}
+ROWS, SEQ_LEN, WARMUP, STEPS = 4, 128, 1, 3
+
+
+def main() -> None:
+    """Run the benchmark, or, inside a worker, one configuration of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="out/demo/model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", default=str(Path(__file__).parent / "RESULTS.md"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        run_worker(args.model, args.worker)
+        return
+    results: dict[str, list[dict]] = {name: [] for name in (PLAIN, *MESHES)}
+    for turn in range(args.rounds):
+        for name in results:
+            results[name].append(launch(args.model, name))
+            print(f"round {turn + 1}: {name}: {statistics.median(results[name][-1]['seconds']):.2f} s", flush=True)
+    Path(args.out).write_text(report(results, args))
+    print(f"wrote {args.out}")
+
+
+def launch(model: str, name: str) -> dict:
+    """One configuration in fresh processes; what its rank 0 reports."""
+    sizes = MESHES.get(name, {})
+    world = sizes.get("pp", 1) * sizes.get("dp_shard", 1) * sizes.get("tp", 1)
+    threads = max(1, (os.cpu_count() or 1) // world)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command += [__file__, "--model", model, "--worker", name]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
+    return json.loads(lines[-1])
+
+
+def run_worker(model: str, name: str) -> None:
+    """Load, step, and print {"seconds": [...], "read_over_shard": worst rank's} on rank 0."""
+    import torch
+
+    ids = torch.randint(0, 40000, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    result = plain_steps(model, batch) if name == PLAIN else mesh_steps(model, MESHES[name], batch)
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps(result), flush=True)
+
+
+def timed(step) -> list[float]:
+    """Seconds of each step after the warm-up."""
+    seconds = []
+    for _ in range(WARMUP + STEPS):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds[WARMUP:]
+
+
+def plain_steps(model: str, batch: dict) -> dict:
+    """Forward, backward, clip and AdamW of the unmodified model, rows one by one as the meshes' microbatches are."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
+
+    def step() -> None:
+        for row in range(ROWS):
+            part = {k: v[row : row + 1] for k, v in batch.items()}
+            (net(**part, use_cache=False).loss / ROWS).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"seconds": timed(step), "read_over_shard": None}
+
+
+def mesh_steps(model: str, sizes: dict, batch: dict) -> dict:
+    """The same on a mesh; and the bytes read while loading over the bytes of the rank's shard, the worst rank's."""
+    import torch
+    import torch.distributed as dist
+
+    import meshpar
+    from meshpar.load import open_model
+
+    rows = ROWS // sizes.get("dp_shard", 1)
+    config = meshpar.ParallelConfig(**sizes, compute_dtype="float32", microbatches=rows)
+    net, read = _load_counting(model, config, meshpar, open_model)
+    shard = sum(p.to_local().nbytes for p in net.parameters())
+    ratio = torch.tensor(read / shard)
+    dist.all_reduce(ratio, op=dist.ReduceOp.MAX)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
+    rank = net.mesh["dp"].get_local_rank()
+    own = {k: v[rank * rows : (rank + 1) * rows] for k, v in batch.items()}
+
+    def step() -> None:
+        net.forward_backward(own)
+        net.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"seconds": timed(step), "read_over_shard": ratio.item()}
+
+
+def _load_counting(path: str, config, meshpar, open_model):
+    """The model, and how many bytes of tensor data this rank read for it."""
+    import meshpar.model as module
+
+    opened = []
+
+    def counting(*args, **kwargs):
+        opened.append(open_model(*args, **kwargs))
+        return opened[-1]
+
+    module.open_model = counting
+    try:
+        net = meshpar.parallelize_model(path, config)
+    finally:
+        module.open_model = open_model
+    return net, opened[0].source.bytes_read
+
+
+def report(results: dict[str, list[dict]], args: argparse.Namespace) -> str:
+    """The table as Markdown."""
+    medians = {name: statistics.median(s for r in runs for s in r["seconds"]) for name, runs in results.items()}
+    lines = [
+        "# Benchmark results",
+        "",
+        f"`python benchmarks/demo_step.py --rounds {args.rounds}`",
+        "",
+        f"SmolLM2-135M (30 layers, hidden 576, tied), float32, {ROWS} rows of {SEQ_LEN} tokens a step, one row a "
+        "microbatch; forward, backward, clipping and AdamW.",
+        f"{os.cpu_count()} cores of {platform.machine()} ({platform.system()}), gloo, "
+        + ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers"))
+        + f"; {args.rounds} rounds in turn, {STEPS} timed steps each after {WARMUP} to warm up.",
+        "",
+        "| configuration | processes | median step (s) | ratio to plain transformers | bytes read / shard, worst rank |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, runs in results.items():
+        sizes = MESHES.get(name, {})
+        world = sizes.get("pp", 1) * sizes.get("dp_shard", 1) * sizes.get("tp", 1)
+        read = runs[0]["read_over_shard"]
+        cells = [name, str(world), f"{medians[name]:.2f}", f"{medians[name] / medians[PLAIN]:.2f}"]
+        lines.append("| " + " | ".join([*cells, "" if read is None else f"{read:.3f}"]) + " |")
+    lines += ["", "Goal for the last column: at most 1.02.", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
