@@ -168,7 +168,7 @@ def report(results: dict[str, list[dict]], args: argparse.Namespace) -> str:
         + ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers"))
         + f"; {args.rounds} rounds in turn, {STEPS} timed steps each after {WARMUP} to warm up.",
         "",
-        "| configuration | processes | median step (s) | ratio to plain transformers | bytes read / shard, worst rank |",
+        "| configuration | processes | median step (s) | ratio to plain | bytes read / shard, worst rank |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, runs in results.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -43,7 +41,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes) -> PreTrainedMod
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.ndim == 1:
                 p.add_(0.2 * torch.randn(p.shape, generator=generator))
     return model

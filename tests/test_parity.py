@@ -14,6 +14,7 @@ from tests import jobs, models
 SINGLE = ("GPipe", "1F1B")
 VIRTUAL = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 MESHES = [m for m in itertools.product((1, 2, 4), repeat=3) if m[0] * m[1] * m[2] in (2, 4, 8)]
+NINE_HEADS = dict(num_attention_heads=9, num_key_value_heads=3, head_dim=8, hidden_size=36)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
 
 
@@ -54,7 +55,7 @@ def mesh_cases():
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
-@pytest.mark.parametrize("pp, dp, tp, schedule, sp", list(mesh_cases()))
+@pytest.mark.parametrize(("pp", "dp", "tp", "schedule", "sp"), list(mesh_cases()))
 def test_gradients_equal_one_process(pool, pp, dp, tp, schedule, sp, checkpoint):
     config = mesh_config(pp, dp, tp, schedule, sequence_parallel=sp, activation_checkpoint=checkpoint)
     batch = models.make_batch(rows=max(8, 2 * pp * dp), kind="ragged")
@@ -138,7 +139,17 @@ def test_hybrid_sharded_data_parallel(pool, config):
     assert_parity(pool, config, [models.make_batch(kind="ragged")])
 
 
-@pytest.mark.parametrize("layers, stage_layers, pp, schedule", [(5, None, 2, "1F1B"), (6, None, 4, "1F1B"), (7, (3, 4), 2, "1F1B"), (7, (1, 3, 1, 2), 2, "Interleaved1F1B"), (5, (1, 2, 1, 1), 2, "ZBVZeroBubble"), (30, None, 4, "1F1B")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "stage_layers", "pp", "schedule"),
+    [
+        (5, None, 2, "1F1B"),
+        (6, None, 4, "1F1B"),
+        (7, (3, 4), 2, "1F1B"),
+        (7, (1, 3, 1, 2), 2, "Interleaved1F1B"),
+        (5, (1, 2, 1, 1), 2, "ZBVZeroBubble"),
+        (30, None, 4, "1F1B"),
+    ],
+)
 def test_any_number_of_layers_on_any_stages(pool, layers, stage_layers, pp, schedule):
     config = mesh_config(pp, 1, 1, schedule, stage_layers=stage_layers)
     # 30 layers of these large weights amplify rounding; smaller ones keep the comparison about the split.
@@ -163,7 +174,7 @@ def test_gradients_accumulate_over_calls(pool, family, config):
     assert_parity(pool, config, batches, family, changes)
 
 
-@pytest.mark.parametrize("rows, microbatches", [(8, 3), (2, 4), (5, 2), (7, 7)])
+@pytest.mark.parametrize(("rows", "microbatches"), [(8, 3), (2, 4), (5, 2), (7, 7)])
 def test_rows_that_microbatches_do_not_divide(pool, rows, microbatches):
     config = mesh_config(2, 1, 1) | dict(microbatches=microbatches)
     assert_parity(pool, config, [models.make_batch(rows=rows, kind="ragged")])
@@ -217,12 +228,12 @@ def test_evaluation_between_steps_with_other_shapes(pool, config):
 
 
 @pytest.mark.parametrize(
-    "config, changes",
+    ("config", "changes"),
     [
         (mesh_config(1, 2, 2), None),
         (mesh_config(2, 2, 2), dict(tie_word_embeddings=True)),
         (mesh_config(2, 1, 2, "ZBVZeroBubble"), dict(tie_word_embeddings=True)),
-        (mesh_config(1, 1, 2), dict(num_attention_heads=9, num_key_value_heads=3, head_dim=8, hidden_size=36, vocab_size=97)),
+        (mesh_config(1, 1, 2), dict(NINE_HEADS, vocab_size=97)),
         (mesh_config(1, 1, 4), dict(num_attention_heads=7, num_key_value_heads=1, head_dim=8, hidden_size=35)),
         (dict(dp_replicate=2, dp_shard=2, tp=2), None),
     ],
@@ -247,12 +258,13 @@ def test_no_counted_token_gives_zero_loss_and_zero_gradients(pool, config):
     batch = models.make_batch()
     batch["labels"][:] = -100
     for result in pool.run(world(config), jobs.gradients, config, [batch]):
-        assert result["losses"] == [0.0] and result["norm"] == 0.0
+        assert result["losses"] == [0.0]
+        assert result["norm"] == 0.0
         assert all(not g.any() for g in result["grads"].values() if g is not None)
 
 
-# bfloat16 keeps 8 bits: one rounding is 2**-9 relative, and gradients pass some tens of them. The mesh must be no further
-# from the float32 truth than one process in bfloat16 is, give or take half as much again for another order of rounding.
+# bfloat16 keeps 8 bits: one rounding is 2**-9 relative, and gradients pass some tens of them. The mesh must be no
+# further from the float32 truth than one process in bfloat16 is, or half as much again for another order of rounding.
 @pytest.mark.parametrize(
     "config", [dict(dp_shard=2), dict(tp=2), mesh_config(2, 1, 2), mesh_config(2, 2, 2, "ZBVZeroBubble")], ids=str
 )

@@ -6,6 +6,7 @@ import pytest
 
 from tests import jobs_verify, models
 
+K_NORM = "model.layers.3.self_attn.k_norm"
 PIPELINED = dict(pp=2, tp=2, microbatches=2)
 
 
@@ -17,7 +18,8 @@ def test_a_right_mesh_passes(pool, config, kind):
     batch = models.make_batch(kind=kind) if kind else None
     for report in pool.run(world(config), jobs_verify.verify, config, "qwen3", dict(tie_word_embeddings=True), batch):
         assert report.ok and report.first_wrong is None, str(report)
-        assert len(report.gradients) == 46 and report.worst in report.gradients
+        assert len(report.gradients) == 46
+        assert report.worst in report.gradients
         assert report.logits_max_abs < 1e-4
 
 
@@ -31,12 +33,12 @@ def test_random_weights_are_verified(pool):
 
 
 @pytest.mark.parametrize(
-    "fault, config, family, changes, named",
+    ("fault", "config", "family", "changes", "named"),
     [
         # The last block of the model is where a missing sum in the backward first does harm.
         ("dropped all-reduce", dict(tp=2, sequence_parallel=False), "llama", None, "model.norm"),
         ("dropped reduce-scatter", dict(tp=2), "llama", None, "model.norm"),
-        ("partial gradients left", dict(tp=2, sequence_parallel=False), "qwen3", None, "model.layers.3.self_attn.k_norm"),
+        ("partial gradients left", dict(tp=2, sequence_parallel=False), "qwen3", None, K_NORM),
         ("tied halves left", dict(pp=2), "llama", dict(tie_word_embeddings=True), "model.embed_tokens"),
         ("double-counted", dict(tp=2), "llama", None, "model.layers.0.input_layernorm"),
         ("shifted positions", dict(pp=2), "llama", None, "model.layers.2.self_attn.o_proj"),
@@ -50,7 +52,8 @@ def test_a_planted_fault_is_found_and_named(pool, fault, config, family, changes
     for report in reports:
         assert not report.ok
         assert report.first_wrong == named, str(report)
-        assert named in str(report) and "DIFFERS" in str(report)
+        assert named in str(report)
+        assert "DIFFERS" in str(report)
 
 
 def world(config: dict) -> int:
