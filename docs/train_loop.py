@@ -62,7 +62,7 @@ def main() -> None:
 
     report(f"step 0/{args.steps}  eval loss {model.eval_loss(eval_batch):.4f}")
     for step, batch in enumerate(islice(epochs(loader, sampler), args.steps), 1):
-        # Forward and backward of the global batch on any mesh. With pp=1 `model(**batch).loss.backward()` does the same.
+        # Forward and backward of the global batch, on any mesh. At pp=1 `model(**batch).loss.backward()` does the same.
         loss = model.forward_backward(batch)
         grad_norm = model.clip_grad_norm_(args.max_grad_norm)
         lr = schedule.get_last_lr()[0]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from . import comm
 from .config import ParallelConfig, torch_dtype
+from .dropout import apply_dropout
 from .layout import HeadLayout, Layout, even, heads, replicated
 from .plan import Plan, Style
 
@@ -89,6 +90,7 @@ def apply_styles(
         for name, module in list(model.named_modules()):
             if name in plan:
                 _apply(name, module, plan, tp, layouts)
+        apply_dropout(model, plan, tp)
     blocks = [n for n, style in plan.items() if style == "block"]
     specs = {n: _spec(n, shape, model, plan, tp, layouts, blocks) for n, shape in shapes.items()}
     _shrink(model, specs, torch_dtype(config.param_dtype))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -165,7 +164,7 @@ def from_bfloat16(config: dict) -> tuple[set[torch.dtype], float]:
     return {state["exp_avg"].dtype for state in optimizer.state.values()}, changed
 
 
-def train(raw: dict, resume_elsewhere: dict | None = None) -> list[str]:
+def train(raw: dict) -> list[str]:
     """The training loop on a recipe; the warnings this rank logged."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -198,8 +197,3 @@ def rows_seen(directory: str, first: int, count: int, config: dict) -> list[int]
     if not first:
         checkpoint.save(directory, model, optimizer, {"step": count, "data": batches.state_dict()})
     return seen
-
-
-def files_under(directory: str) -> int:
-    """Number of files, for tests that count what a save leaves."""
-    return sum(path.is_file() for path in Path(directory).rglob("*"))

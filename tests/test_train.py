@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from meshpar.cli import main
 from meshpar.config import ConfigError
 from meshpar.recipe import Optim, load_recipe, parse_recipe
 from meshpar.train.data import GlobalBatches, eval_batches, load_rows, pad_token_id
@@ -55,7 +56,7 @@ def workspace(tmp_path_factory):
 
 
 def recipe(workspace: Path, out: Path, parallel: dict, **changes) -> dict:
-    """Six steps of two packed rows a data-parallel rank or more; ``changes``: section__key=value."""
+    """Six steps of four packed rows; ``changes``: section__key=value."""
     raw = {
         "model": {"path": str(workspace / "model")},
         "parallel": {"compute_dtype": "float32", **parallel},
@@ -302,8 +303,7 @@ def test_train_and_export_commands(workspace, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "step 2/2  loss " in done.stdout
     step = tmp_path / "run" / "checkpoints" / "step-2"
-    exported = run_python("-m", "meshpar", "export", str(step), str(tmp_path / "exported"))
-    assert exported.returncode == 0, exported.stderr
+    assert main(["export", str(step), str(tmp_path / "exported")]) == 0
     weights = [
         (directory / "model.safetensors").read_bytes()
         for directory in (tmp_path / "exported", tmp_path / "run" / "model")

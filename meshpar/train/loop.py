@@ -160,7 +160,7 @@ class Job:
         """Continue where `state` was taken; None is the start."""
         if state is None:
             return
-        _warn_of_changes(state["recipe"], self.recipe)
+        _warn_of_changes(state["recipe"]["optim"], self.recipe)
         self.step = state["step"]
         self.tokens.fill_(state["tokens"])
         self.schedule.load_state_dict(state["schedule"])
@@ -181,11 +181,11 @@ class Job:
         return value
 
 
-def _warn_of_changes(saved: Mapping[str, Any], recipe: Recipe) -> None:
+def _warn_of_changes(before: Mapping[str, Any], recipe: Recipe) -> None:
     """The optimizer continues with the settings it was saved with: say so where the recipe has others by now."""
-    before, now = saved["optim"], recipe.model_dump(mode="json", by_alias=True)["optim"]
+    now = recipe.optim.model_dump(mode="json")
     for key in ("lr", "weight_decay", "betas", "eps"):
-        if before[key] != now[key]:
+        if before.get(key, now[key]) != now[key]:
             log.warning("optim.%s stays %s, as the checkpoint has it; the recipe says %s", key, before[key], now[key])
 
 

@@ -1,0 +1,138 @@
+"""The documentation: every key is in the reference, every link leads somewhere, and what it shows runs as shown."""
+
+import ast
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import BaseModel
+from transformers import AutoModelForCausalLM
+
+from meshpar.recipe import Recipe
+from tests import models
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code blocks of a page, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def reference() -> dict[str, str]:
+    """Key -> default, as the tables of docs/recipes.md have them."""
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_.]+)` \| .+? \| (.+?) \| .+ \|$", text, re.MULTILINE)
+    assert len(rows) == len(dict(rows)), "a key has two rows"
+    return {key: default.strip("`") for key, default in rows}
+
+
+def schema() -> dict[str, object]:
+    """Key -> default of every key of a recipe, in order; "required" where there is none."""
+    defaults = {}
+    for name, part in Recipe.model_fields.items():
+        section = isinstance(part.annotation, type) and issubclass(part.annotation, BaseModel)
+        fields = part.annotation.model_fields if section else {name: part}
+        for key, field in fields.items():
+            path = f"{name}.{field.alias or key}" if section else name
+            defaults[path] = "required" if field.is_required() else field.default
+    return defaults
+
+
+def test_reference_has_every_key_of_the_recipe_in_order():
+    assert list(reference()) == list(schema())
+
+
+def test_reference_has_the_defaults_of_the_schema():
+    words = {True: "true", False: "false", None: "null"}
+    for key, default in schema().items():
+        shown = reference()[key]
+        if isinstance(default, bool) or default is None:
+            assert shown == words[default], key
+        elif isinstance(default, tuple | list):
+            assert shown == "[" + ", ".join(map(str, default)) + "]", key
+        elif isinstance(default, float):
+            assert float(shown) == default, key
+        else:
+            assert shown == str(default), key
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page):
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    for link in (link for link in links if not re.match(r"[a-z]+:", link)):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 2)], ids=["2x1x2", "1x2x2"])
+def test_train_loop_runs_as_it_stands(tmp_path, mesh):
+    pp, tp = mesh
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["docs/train_loop.py", "--pp", str(pp), "--tp", str(tp), "--steps", "5", "--output", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"  loss (\d+\.\d+)", done.stdout)]
+    evals = [float(loss) for loss in re.findall(r"  eval loss (\d+\.\d+)", done.stdout)]
+    assert (len(losses), len(evals)) == (5, 2)
+    assert losses[-1] < losses[0] - 0.5
+    assert evals[-1] < evals[0] - 0.5
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert trained.config.num_hidden_layers == 4
+
+
+def test_example_of_the_readme_runs(pool, tmp_path):
+    (code,) = blocks(ROOT / "README.md", "python")
+    start, out = tmp_path / "start", tmp_path / "out"
+    before = models.tiny_model()
+    before.save_pretrained(start)
+    for shown, used in (('"path/or/hub-id"', repr(str(start))), ('"out/"', repr(str(out)))):
+        assert code.count(shown) == 1
+        code = code.replace(shown, used)
+    pool.run(4, run_example, code, {"loader": [models.make_batch(seed=seed) for seed in (1, 2)]})
+    after = AutoModelForCausalLM.from_pretrained(out)
+    assert list(after.state_dict()) == list(before.state_dict())
+    assert not torch.equal(after.lm_head.weight, before.lm_head.weight)
+
+
+def test_worked_example_prints_what_is_shown(pool):
+    page = ROOT / "docs" / "how-it-works.md"
+    (code,), (shown,) = blocks(page, "python"), blocks(page, "text")
+    assert pool.run(4, run_example, code)[0] == shown
+
+
+def test_plan_examples_come_to_the_verdict_that_is_shown(pool):
+    page = ROOT / "docs" / "adding-a-plan.md"
+    shown = [text for text in blocks(page, "text") if "one process" in text]
+    for code, text in zip(blocks(page, "python"), shown, strict=True):
+        printed = pool.run(2, run_example, code)[0]
+        assert verdict(printed) == verdict(text), printed
+
+
+def verdict(report: str) -> tuple[str, list[str]]:
+    """A printed `VerifyReport` without its measured numbers: its first line, and the module it blames."""
+    return report.splitlines()[0], re.findall(r"first wrong +([\w.]+)", report)
+
+
+def run_example(code: str, names: dict | None = None) -> str:
+    """Run a page's code on one rank with ``names`` defined; what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {"__name__": "__main__", **(names or {})})
+    return printed.getvalue()
