@@ -64,10 +64,10 @@ def parallelize_model(
     skeleton = opened.skeleton
     check_model(config, skeleton.config)
     the_mesh = adopt_mesh(mesh, device) if mesh is not None else build_mesh(config, device)
+    the_plan = make_plan(skeleton, config, plan)
     reader = Reader(skeleton, opened.source, the_mesh)
     full = FullTensors.describe(skeleton, the_mesh)
 
-    the_plan = make_plan(skeleton, config, plan)
     ranges = stage_ranges(skeleton, the_plan.anatomy, config)
     tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel)
     specs = apply_styles(skeleton, the_plan, tp, config)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+START_TIMEOUT_SECONDS = 240.0
 
 
 class JobFailed(AssertionError):
@@ -51,13 +52,19 @@ class WorkerPool:
         self._workers = []
 
     def _start(self, count: int) -> None:
-        context = mp.get_context("spawn")
+        context, starting = mp.get_context("spawn"), []
         while len(self._workers) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+            starting.append(ours)
+        # A job sent to a worker that is still importing would spend its collectives' timeout on the import.
+        for connection in starting:
+            if not connection.poll(START_TIMEOUT_SECONDS):
+                raise JobFailed(f"a worker did not start within {START_TIMEOUT_SECONDS} s")
+            connection.recv()
 
     def _collect(self, world_size: int, deadline: float) -> dict[int, tuple[bool, object]]:
         ranks = {self._workers[r][1]: r for r in range(world_size)}
@@ -95,7 +102,10 @@ def _serve(connection) -> None:
     import torch
     import torch.distributed as dist
 
+    import meshpar.model  # noqa: F401 - the slow imports, before the first job
+
     torch.set_num_threads(1)
+    connection.send("ready")
     while True:
         try:
             store, rank, world_size, fn, args, kwargs = connection.recv()

@@ -61,8 +61,8 @@ def test_tied_embeddings_stay_one_parameter(pool, folders, sizes):
     assert_gradients_close(results[0]["params"], params)
     for step in range(SGD_STEPS):
         copies = [copy for result in results[:: world(config) // config["pp"]] for copy in result["ends"][step]]
-        assert len(copies) == 2
-        assert torch.equal(*copies)
+        assert len(copies) >= 2
+        assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
 @pytest.mark.parametrize("kv_heads, tp", [(1, 2), (2, 4), (1, 4)])

@@ -1,6 +1,5 @@
 """The documentation: every key is in the reference, every link leads somewhere, and what it shows runs as shown."""
 
-import ast
 import contextlib
 import io
 import os
