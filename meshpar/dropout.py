@@ -1,4 +1,4 @@
-"""Dropout over the tp group: one mask where tp peers hold the same activations, masks of their own where each has a part.
+"""Dropout over the tp group: one mask where tp peers hold the same activations, their own where each has a part.
 
 torch's default generator runs alike on tp peers (`rng.seed_rank` seeds it so): that is the common stream, right for
 dropout on replicated activations. Where activations are split (by heads inside a block; by positions under sequence
@@ -81,11 +81,13 @@ class _OwnStream:
 
 
 def _generator(device_type: str) -> torch.Generator:
-    return torch.default_generator if device_type == "cpu" else torch.cuda.default_generators[torch.cuda.current_device()]
+    return (
+        torch.default_generator if device_type == "cpu" else torch.cuda.default_generators[torch.cuda.current_device()]
+    )
 
 
 def _check_once(base: nn.Module, tp: TensorParallel) -> None:
-    """Before the first training forward: RuntimeError if tp peers would draw different masks for the same activations."""
+    """Before the first training forward: RuntimeError if tp peers would drop different elements of what both hold."""
 
     def check(module: nn.Module, args: tuple) -> None:
         if not module.training:

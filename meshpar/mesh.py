@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import ParallelConfig
@@ -93,25 +94,35 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
 
 def adopt_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
     """Wrap a caller's mesh, whose dimensions must be pp, dp (or dp_replicate, dp_shard) and tp, in that order."""
-    names = device_mesh.mesh_dim_names
-    if names == ("pp", "dp_replicate", "dp_shard", "tp"):
+    _check_dims(device_mesh)
+    if "dp_replicate" in device_mesh.mesh_dim_names:
         device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    elif names != ("pp", "dp", "tp"):
+    _check_ranks(device_mesh.mesh)
+    return Mesh(device_mesh, device)
+
+
+def _check_dims(device_mesh: DeviceMesh) -> None:
+    names = device_mesh.mesh_dim_names
+    if names not in (("pp", "dp", "tp"), ("pp", "dp_replicate", "dp_shard", "tp")):
         raise ValueError(
             f"mesh has the dimensions {names}; meshpar needs ('pp', 'dp', 'tp') or "
             "('pp', 'dp_replicate', 'dp_shard', 'tp')"
         )
-    if device_mesh.mesh.flatten()[0] != 0 or device_mesh.size() != dist.get_world_size():
+
+
+def _check_ranks(ranks: Tensor) -> None:
+    """torch sorts the ranks of a group, so a rank's place in an unsorted one is not its coordinate in the mesh."""
+    ascending = all((ranks.diff(dim=d) > 0).all() for d in range(ranks.ndim))
+    if ranks.numel() != dist.get_world_size() or not ascending:
         raise ValueError(
-            f"mesh must hold all {dist.get_world_size()} ranks, rank 0 first; it is {device_mesh.mesh.tolist()}"
+            f"mesh must hold all {dist.get_world_size()} ranks, ascending along each dimension; it is {ranks.tolist()}"
         )
-    return Mesh(device_mesh, device)
 
 
 def config_for_mesh(config: ParallelConfig, device_mesh: DeviceMesh) -> ParallelConfig:
     """``config`` with the sizes of a caller's mesh, which must agree with every size set in ``config`` itself."""
-    names = device_mesh.mesh_dim_names or ()
-    sizes = {name: device_mesh.size(i) for i, name in enumerate(names)}
+    _check_dims(device_mesh)
+    sizes = {name: device_mesh.size(i) for i, name in enumerate(device_mesh.mesh_dim_names)}
     sizes = {"dp_replicate": 1, **sizes}
     sizes["dp_shard"] = sizes.pop("dp", sizes.get("dp_shard", 1))
     for name in ("pp", "dp_replicate", "dp_shard", "tp"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,13 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import ParallelismConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .config import ParallelConfig
+from .dropout import dropout_names
 from .grads import local
 from .loss import IGNORE, shift_labels
+from .mesh import init_distributed
 from .model import ParallelModel, parallelize_model
 from .plan import Style
+from .recipe import Recipe
 from .trace import comparable, first_difference, gather_outputs, record_outputs, run_order
 
 LOSS_BAR = 1e-6
@@ -112,8 +116,8 @@ def verify(
     """
     parallel = parallelize_model(model, _in_float32(config), plan=plan, seed=seed)
     batch = random_batch(parallel) if batch is None else dict(batch)
+    parallel.train(not dropout_names(parallel._runner.model))
     reference = _reference(model, parallel)
-    parallel.train(not has_dropout(parallel.config))
     own = _rows_of_rank(batch, parallel)
     with record_outputs(parallel, [parallel.plan.anatomy.head]) as recorded:
         loss = parallel.forward_backward(own).item()
@@ -131,22 +135,19 @@ def verify(
     return report
 
 
-def run_recipe(recipe) -> bool:
+def run_recipe(recipe: Recipe) -> bool:
     """`meshpar verify`: the recipe's model, mesh and first global batch; prints the report on rank 0."""
-    from .mesh import init_distributed
-    from .train.data import first_batch
+    from .train.loop import first_batch
 
     init_distributed(timeout=recipe.distributed.timeout_seconds)
-    report = verify(recipe.model.path, recipe.parallel_config(dist.get_world_size()), first_batch(recipe))
+    recipe.check(dist.get_world_size())
+    path = recipe.model.path
+    source = AutoConfig.from_pretrained(path) if recipe.model.init == "random" else path
+    config = recipe.parallel_config(dist.get_world_size())
+    report = verify(source, config, first_batch(recipe), seed=recipe.train.seed)
     if dist.get_rank() == 0:
         print(report, flush=True)
     return report.ok
-
-
-def has_dropout(config: PreTrainedConfig) -> bool:
-    """Whether any dropout probability of a model's config is above zero."""
-    names = config.to_dict()
-    return any(isinstance(v, float) and v > 0 for k, v in names.items() if "dropout" in k or "pdrop" in k)
 
 
 def random_batch(parallel: ParallelModel, seq_len: int = 32, seed: int = 0) -> dict[str, Tensor]:
@@ -182,12 +183,10 @@ def _reference(model, parallel: ParallelModel) -> PreTrainedModel | None:
             for name, param in reference.named_parameters():
                 param.copy_(weights[name])
     elif isinstance(model, PreTrainedModel):
-        import copy
-
         reference = copy.deepcopy(model).float()
     else:
         reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return reference.to(parallel._mesh.device).train(not has_dropout(parallel.config))
+    return reference.to(parallel._mesh.device).train(parallel.training)
 
 
 def _rows_of_rank(batch: Mapping[str, Tensor], parallel: ParallelModel) -> dict[str, Tensor]:

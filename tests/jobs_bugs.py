@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshpar
 from meshpar.grads import local
 from tests.jobs import make, rows_of_rank
+
 
 def own_rows(model, batch: dict) -> dict:
     return rows_of_rank(batch, model.mesh)
@@ -27,9 +28,9 @@ def stage_norm(model) -> float:
     return torch.stack([local(p.grad).norm() for p in model.parameters()]).norm().item()
 
 
-def train(config: dict, folder: str, batches: list[dict], plan="auto", freeze: bool = False) -> dict:
+def train(config: dict, folder: str, batches: list[dict]) -> dict:
     """Losses and norms of accumulated calls, whole gradients on rank 0, then the norms after clipping to 1."""
-    model = make(config, source=folder, plan=plan)
+    model = make(config, source=folder)
     losses, norms = [], []
     for batch in batches:
         losses.append(model.forward_backward(own_rows(model, batch)).item())
@@ -109,12 +110,10 @@ def losses_of_rows(config: dict, folder: str, batch: dict) -> list[float]:
     return [model.eval_loss({k: v[i : i + 1] for k, v in batch.items()}).item() for i in range(rows)]
 
 
-def refusal(config: dict, source, batch: dict | None = None) -> str:
-    """The message of the error that building the model, or a step on ``batch``, ends in on this rank."""
+def refusal(config: dict, source) -> str:
+    """The message of the error that building the model ends in on this rank."""
     try:
-        model = make(config, source=source)
-        if batch is not None:
-            model.forward_backward(batch)
+        make(config, source=source)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -183,21 +182,22 @@ def train_the_head_only(config: dict, folder: str, batches: list[dict], when: st
 
 
 def callers_mesh(sizes: tuple[int, int, int], folder: str, batch: dict) -> dict:
-    """A model on a mesh that the caller made, whose ranks are laid out in reverse."""
-    ranks = torch.arange(dist.get_world_size()).flip(0).view(sizes)
-    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", ranks, mesh_dim_names=("pp", "dp", "tp"))
+    """A model on a mesh that the caller made with tp outermost, where meshpar would have it innermost."""
+    ranks = torch.arange(dist.get_world_size()).view(sizes[::-1]).permute(2, 1, 0).contiguous()
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("pp", "dp", "tp"))
     config = meshpar.ParallelConfig(compute_dtype="float32")
     model = meshpar.parallelize_model(folder, config, mesh=mesh)
     return {
         "same": model.mesh is mesh,
         "loss": model.forward_backward(own_rows(model, batch)).item(),
+        "grads": dict(model.full_tensors("grad")),
         "sizes": (model.parallel_config.pp, model.parallel_config.dp, model.parallel_config.tp),
     }
 
 
-def other_mesh_refused(folder: str) -> str:
-    """The message for a mesh whose dimensions are not meshpar's."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp_only",))
+def mesh_refused(folder: str, ranks: list, names: tuple[str, ...]) -> str:
+    """The message for a mesh that meshpar cannot use."""
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names)
     try:
         meshpar.parallelize_model(folder, mesh=mesh)
     except ValueError as error:
@@ -234,8 +234,8 @@ class _PeakSampler(threading.Thread):
             time.sleep(0.001)
 
 
-def memory_while_loading(config: dict, small_folder: str, folder: str, check: bool) -> dict:
-    """Peak of anonymous bytes above the level before loading; optionally whether the weights equal the files'."""
+def memory_while_loading(config: dict, small_folder: str, folder: str) -> dict:
+    """Peak of anonymous bytes above the level before loading, and the parameters whose values are not the files'."""
     make(config, source=small_folder)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -244,8 +244,6 @@ def memory_while_loading(config: dict, small_folder: str, folder: str, check: bo
     model = make(config, source=folder)
     sampler.done.set()
     sampler.join()
-    wrong = []
-    if check:
-        source = AutoModelForCausalLM.from_pretrained(folder).state_dict() if dist.get_rank() == 0 else {}
-        wrong = [n for n, t in model.full_tensors() if t is not None and not torch.equal(t, source[n])]
-    return {"peak": max(sampler.peak, _anonymous_bytes() if not check else 0) - before, "wrong": wrong}
+    source = AutoModelForCausalLM.from_pretrained(folder).state_dict() if dist.get_rank() == 0 else {}
+    wrong = [n for n, t in model.full_tensors() if t is not None and not torch.equal(t, source[n])]
+    return {"peak": sampler.peak - before, "wrong": wrong}

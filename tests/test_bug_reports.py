@@ -67,7 +67,7 @@ def test_rows_without_targets_add_nothing(pool, folders, sizes, pieces):
     assert_gradients_close(results[0]["grads"], grads)
 
 
-@pytest.mark.parametrize("schedule, virtual", [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
+@pytest.mark.parametrize(("schedule", "virtual"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
 def test_accumulation_on_a_pipeline_is_a_plain_sum(pool, folders, schedule, virtual):
     """T28A: the schedule's own scaling would give 1 : 1.5 : 1.75."""
     batches, config = [whole_batch(4, 8)] * 3, mesh(2, 1, 1, schedule=schedule, virtual_stages=virtual)
@@ -193,7 +193,7 @@ def test_labels_are_shifted_before_the_sequence_is_cut(pool, folders, sizes):
 # Stages and microbatches
 
 
-@pytest.mark.parametrize("layers, pp, virtual", [(6, 4, 1), (5, 2, 1), (7, 2, 2)])
+@pytest.mark.parametrize(("layers", "pp", "virtual"), [(6, 4, 1), (5, 2, 1), (7, 2, 2)])
 def test_every_layer_is_on_exactly_one_stage(pool, folders, layers, pp, virtual):
     """T10A: integer division drops the remainder."""
     schedule = "1F1B" if virtual == 1 else "Interleaved1F1B"
@@ -208,7 +208,7 @@ def test_every_layer_is_on_exactly_one_stage(pool, folders, layers, pp, virtual)
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("rows, microbatches", [(8, 3), (8, 5), (2, 4)])
+@pytest.mark.parametrize(("rows", "microbatches"), [(8, 3), (8, 5), (2, 4)])
 def test_microbatches_that_do_not_divide_the_batch(pool, folders, rows, microbatches):
     """T12A: receive buffers of the first microbatch's size do not fit the others."""
     assert_close(pool, folders, mesh(2, 1, 1, microbatches=microbatches), whole_batch(rows, 8))
@@ -240,7 +240,7 @@ def test_interleaved_stages_finish_when_a_rank_is_slow(pool, folders, microbatch
         assert losses == pytest.approx([want] * 10, abs=1e-5)
 
 
-@pytest.mark.parametrize("schedule, virtual", [("1F1B", 1), ("Interleaved1F1B", 2)])
+@pytest.mark.parametrize(("schedule", "virtual"), [("1F1B", 1), ("Interleaved1F1B", 2)])
 def test_what_a_model_does_before_its_first_layer_is_done_once(pool, folders, schedule, virtual):
     """Granite scales its embeddings outside the embedding: a stage that starts from hidden states must not."""
     config = mesh(2, 1, 1, schedule=schedule, virtual_stages=virtual)
@@ -252,4 +252,6 @@ def test_what_a_model_does_before_its_first_layer_is_done_once(pool, folders, sc
 def test_layers_keep_their_index_after_the_split(pool, folders, stage_layers):
     """Gemma2 chooses sliding or full attention by index: layers counted from 0 on each stage change the loss."""
     changes = dict(sliding_window=8, head_dim=8, query_pre_attn_scalar=8)
-    assert_close(pool, folders, mesh(2, 1, 1, stage_layers=stage_layers), whole_batch(4, 16), family="gemma2", **changes)
+    assert_close(
+        pool, folders, mesh(2, 1, 1, stage_layers=stage_layers), whole_batch(4, 16), family="gemma2", **changes
+    )

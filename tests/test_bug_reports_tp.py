@@ -65,7 +65,7 @@ def test_tied_embeddings_stay_one_parameter(pool, folders, sizes):
         assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-@pytest.mark.parametrize("kv_heads, tp", [(1, 2), (2, 4), (1, 4)])
+@pytest.mark.parametrize(("kv_heads", "tp"), [(1, 2), (2, 4), (1, 4)])
 def test_fewer_kv_heads_than_tp_ranks(pool, folders, kv_heads, tp):
     """T04A: without replicated kv heads the forward dies in a reshape."""
     config, batch, changes = mesh(1, 1, tp), whole_batch(4, 16), dict(num_key_value_heads=kv_heads)
@@ -248,7 +248,9 @@ def test_recomputation_and_backward_use_the_masks_of_the_forward(pool, folders, 
     grads = {}
     for mode in ("none", "selective", "full"):
         config = config | dict(activation_checkpoint=mode)
-        result = pool.run(world(config), jobs_dropout.slope, config, folders("starcoder2", **changes), whole_batch(4, 16))
+        result = pool.run(
+            world(config), jobs_dropout.slope, config, folders("starcoder2", **changes), whole_batch(4, 16)
+        )
         assert result[0]["slope"] == pytest.approx(result[0]["norm"], rel=2e-3)
         grads[mode] = result[0]["grads"]
     assert_gradients_close(grads["selective"], grads["none"])

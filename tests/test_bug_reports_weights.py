@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import jobs_bugs as jobs
 from tests import models
-from tests.bug_models import LLAMA, Folders, assert_close, assert_gradients_close, label, mesh, whole_batch, world
+from tests.bug_models import LLAMA, Folders, assert_gradients_close, label, mesh, whole_batch, world
 from tests.pool import WorkerPool
 
 LLAMA3_ROPE = dict(
@@ -75,7 +75,7 @@ def read_export(directory: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
     return tensors, files
 
 
-@pytest.mark.parametrize("source_shard", ["1GB", "45KB"], ids=["1-source-file", "4-source-files"])
+@pytest.mark.parametrize("source_shard", ["1GB", "48KB"], ids=["1-source-file", "4-source-files"])
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 2)], ids=str)
 def test_sharded_export_is_complete(pool, folders, tmp_path, sizes, source_shard):
     """T19A: an index that lists each key once; the weights are those of the mesh to the last bit."""
@@ -154,7 +154,7 @@ def test_no_rank_holds_the_whole_model_while_loading(fresh_pool, folders, big_fo
     results = fresh_pool.run(2, jobs.memory_while_loading, mesh(*sizes), folders(), big_folder)
     for result in results:
         assert result["peak"] <= MEMORY_CAP, f"{result['peak'] / 1e6:.0f} MB"
-        assert result["peak"] >= 100 << 20, "the sampler saw nothing"
+        assert result["peak"] >= 50 << 20, "the sampler saw nothing"
         assert result["wrong"] == []
 
 
@@ -179,10 +179,10 @@ def test_buffers_are_computed_and_not_left_empty(pool, folders, sizes, rope):
 def test_a_truncated_file_is_named_by_every_rank(pool, tmp_path, sizes):
     """T35A: also by ranks that do not read it."""
     config, folders = mesh(*sizes), Folders(tmp_path)
-    files = sorted(Path(folders(shard="45KB")).glob("*.safetensors"))
+    files = sorted(Path(folders(shard="48KB")).glob("*.safetensors"))
     assert len(files) == 4
     files[1].write_bytes(files[1].read_bytes()[:-1000])
-    for message in pool.run(world(config), jobs.refusal, config, folders(shard="45KB")):
+    for message in pool.run(world(config), jobs.refusal, config, folders(shard="48KB")):
         assert message.startswith("ValueError")
         assert files[1].name in message
         assert "cut short" in message
@@ -233,17 +233,28 @@ def test_frozen_parameters_stay_frozen(pool, folders, sizes, when):
 # Meshes
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (4, 1, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1)], ids=str)
 def test_a_callers_mesh_is_used(pool, folders, sizes):
     """transformers drops the mesh it is given and builds its own."""
     batch = whole_batch(4, 16)
-    for result in pool.run(math.prod(sizes), jobs.callers_mesh, sizes, folders(), batch):
+    results = pool.run(math.prod(sizes), jobs.callers_mesh, sizes, folders(), batch)
+    for result in results:
         assert result["same"]
         assert result["sizes"] == sizes
         assert result["loss"] == pytest.approx(4.5619, abs=5e-5)
+    assert_gradients_close(results[0]["grads"], models.reference(folders.model(), batch)[1])
 
 
-def test_a_mesh_with_other_dimensions_is_refused(pool, folders):
-    for message in pool.run(2, jobs.other_mesh_refused, folders()):
-        assert "tp_only" in message
-        assert "'pp', 'dp', 'tp'" in message
+@pytest.mark.parametrize(
+    ("ranks", "names", "words"),
+    [
+        ([0, 1], ("tp_only",), ("tp_only", "'pp', 'dp', 'tp'")),
+        ([[[0], [1]]], ("dp", "pp", "tp"), ("'dp', 'pp', 'tp'",)),
+        ([[[1, 0]]], ("pp", "dp", "tp"), ("ascending", "[[[1, 0]]]")),
+    ],
+    ids=["other-names", "other-order", "unsorted-ranks"],
+)
+def test_a_mesh_that_cannot_be_used_is_refused(pool, folders, ranks, names, words):
+    """Unsorted ranks: torch sorts a group's ranks, so slices would be exchanged silently."""
+    for message in pool.run(2, jobs.mesh_refused, folders(), ranks, names):
+        assert all(word in message for word in words)

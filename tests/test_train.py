@@ -293,7 +293,7 @@ def environment() -> dict[str, str]:
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_train_and_export_commands(workspace, tmp_path):
@@ -309,6 +309,14 @@ def test_train_and_export_commands(workspace, tmp_path):
         for directory in (tmp_path / "exported", tmp_path / "run" / "model")
     ]
     assert weights[0] == weights[1]
+
+
+def test_verify_command(workspace, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe(workspace, tmp_path / "run", PP2)))
+    done = run_python("-m", "meshpar", "verify", str(file), "parallel.compute_dtype=bfloat16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal to one process: LlamaForCausalLM on pp=2 x dp=1 x tp=1, 1F1B" in done.stdout
 
 
 BROKEN_DATA = """

@@ -112,8 +112,7 @@ class Job:
         check_vocabulary([*rows, *eval_rows], model.config.get_text_config().vocab_size)
         optimizer = make_optimizer(model, recipe.optim)
         schedule = make_schedule(optimizer, recipe.optim, recipe.train.steps)
-        data, size = recipe.data, recipe.batch.global_size
-        batches = GlobalBatches(rows, size, recipe.train.seed, data.shuffle, pad_id=pad_id, seq_len=data.seq_len)
+        batches = _make_batches(recipe, rows, pad_id)
         seed_rank(recipe.train.seed, 0, model._mesh)
         rows_per_call = (config.microbatches or 1) * recipe.batch.micro_size
         zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -194,6 +193,17 @@ def _load_data(recipe: Recipe) -> tuple[list[Row], list[Row], int]:
     paths = [data.path, *([data.eval_path] if data.eval_path else [])]
     loaded = [load_rows(path, data.format, tokenizer, data.seq_len, data.pack, data.split) for path in paths]
     return loaded[0], loaded[1] if data.eval_path else [], pad_token_id(tokenizer)
+
+
+def _make_batches(recipe: Recipe, rows: list[Row], pad_id: int) -> GlobalBatches:
+    data, size = recipe.data, recipe.batch.global_size
+    return GlobalBatches(rows, size, recipe.train.seed, data.shuffle, pad_id=pad_id, seq_len=data.seq_len)
+
+
+def first_batch(recipe: Recipe) -> Rows:
+    """The whole first global batch that training by ``recipe`` sees, [global_size, seq] each."""
+    rows, _, pad_id = _load_data(recipe)
+    return _make_batches(recipe, rows, pad_id).next(0, 1)
 
 
 def _load_model(recipe: Recipe, config: ParallelConfig, device: torch.device) -> ParallelModel:
