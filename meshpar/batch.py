@@ -76,14 +76,17 @@ def make_batch(batch: Mapping[str, Tensor], device: torch.device, vocab_size: in
     if rows == 0:
         tensors = {k: v.new_zeros(1, *v.shape[1:]) for k, v in tensors.items() if k != "attention_mask"}
         tensors["labels"].fill_(IGNORE)
-    mask = _mask(tensors.get("attention_mask"), tensors.get("position_ids"))
+    mask = _mask(batch.get("attention_mask"), batch.get("position_ids"))
+    mask = mask.to(device) if mask is not None and rows else None
     return Batch(tensors["input_ids"], shift_labels(tensors["labels"]), mask, tensors.get("position_ids"))
 
 
 def _check_ids(batch: Mapping[str, Tensor], vocab_size: int) -> None:
-    """Ids beyond the vocabulary; tensors on an accelerator are left to its own lookup check, to keep the step async."""
+    """Ids beyond the vocabulary; on an accelerator an assertion of its own, so that the step stays asynchronous."""
     for key, lowest in (("input_ids", 0), ("labels", IGNORE)):
         ids = batch[key]
+        if ids.device.type != "cpu":
+            torch._assert_async((((ids >= 0) & (ids < vocab_size)) | (ids == lowest)).all())
         if ids.device.type == "cpu" and ids.numel() and not lowest <= ids.min() <= ids.max() < vocab_size:
             raise ValueError(f"batch[{key!r}] has ids from {ids.min()} to {ids.max()}; the vocabulary has {vocab_size}")
         if key == "labels" and ids.device.type == "cpu" and ((ids < 0) & (ids != IGNORE)).any():
@@ -94,6 +97,8 @@ def _check_ids(batch: Mapping[str, Tensor], vocab_size: int) -> None:
 
 def _mask(mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
     """transformers reads packed documents from restarting positions, but only when there is no mask beside them."""
+    if mask is not None and mask.ndim == 2 and mask.device.type == "cpu" and (mask != 0).all():
+        return None  # as transformers does, but before the mask is on an accelerator, where looking would wait for it
     if mask is None or positions is None or mask.ndim != 2:
         return mask
     both = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
+from .styles import TensorParallel
 
 # Kept by "selective": results of weight matmuls, and of collectives that leave a block. The attention core, norms,
 # activations and gathered inputs are computed again: large, and cheap beside the matmuls (arXiv 2205.05198).
@@ -23,43 +24,56 @@ _KEPT = {
 }
 
 
-def apply_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> None:
+def apply_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str, tp: TensorParallel) -> None:
     """Checkpoint each decoder layer of ``model``: "none", "selective", or "full" (only its input is kept)."""
     if mode == "none":
         return
     context = {"context_fn": _selective} if mode == "selective" else {}
     for i in range(anatomy.num_layers):
         layer = model.get_submodule(anatomy.layer(i))
-        layer.forward = _checkpointed(layer, partial(checkpoint, use_reentrant=False, **context))
+        layer.forward = _checkpointed(layer, partial(checkpoint, use_reentrant=False, **context), tp)
 
 
-def _checkpointed(layer: nn.Module, run: Callable) -> Callable:
+def _checkpointed(layer: nn.Module, run: Callable, tp: TensorParallel) -> Callable:
     inner = layer.forward
+
+    def at_length(seq_len: int, *args, **kwargs):
+        tp.seq_len = seq_len  # a batch of another length may have run before this one is computed again
+        return inner(*args, **kwargs)
 
     def forward(*args, **kwargs):
         keep = layer.training and torch.is_grad_enabled()
-        return run(inner, *args, **kwargs) if keep else inner(*args, **kwargs)
+        return run(at_length, tp.seq_len, *args, **kwargs) if keep else inner(*args, **kwargs)
 
     return forward
 
 
 def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    kept: list[Tensor] = []
+    kept: list[Tensor | None] = []
     return _Keep(kept), _Replay(kept)
 
 
 class _Keep(TorchDispatchMode):
     """Remembers the results of `_KEPT` in the order of a layer's forward."""
 
-    def __init__(self, kept: list[Tensor]) -> None:
+    def __init__(self, kept: list[Tensor | None]) -> None:
         super().__init__()
         self.kept = kept
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            self._forget_written(args)
         out = func(*args, **(kwargs or {}))
         if func in _KEPT:
             self.kept.append(out.detach())  # the result itself would keep its own graph alive
         return out
+
+    def _forget_written(self, args: tuple) -> None:
+        """A result that the layer then changes in place (OLMo clamps its projections) must be computed again."""
+        written = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+        for i, tensor in enumerate(self.kept):
+            if tensor is not None and tensor.untyped_storage().data_ptr() in written:
+                self.kept[i] = None
 
 
 class _Replay(TorchDispatchMode):
@@ -69,7 +83,7 @@ class _Replay(TorchDispatchMode):
     a layer twice, for its inputs and for its weights.
     """
 
-    def __init__(self, kept: list[Tensor]) -> None:
+    def __init__(self, kept: list[Tensor | None]) -> None:
         super().__init__()
         self.kept, self.next = kept, 0
 
@@ -81,4 +95,5 @@ class _Replay(TorchDispatchMode):
         if func not in _KEPT:
             return func(*args, **(kwargs or {}))
         self.next += 1
-        return self.kept[self.next - 1].detach()
+        tensor = self.kept[self.next - 1]
+        return func(*args, **(kwargs or {})) if tensor is None else tensor.detach()

@@ -115,6 +115,21 @@ def reduce_gradients(root: FSDPModule) -> None:
     state._root_post_backward_final_callback()
 
 
+def discard_step(root: FSDPModule) -> None:
+    """After an exception within a step: drop what its backwards left behind, so that the next step can be right."""
+    if hasattr(root, "reset_iter_state"):  # torch >= 2.13
+        root.reset_iter_state()
+    for module in _fsdp_modules(root):
+        for group in _param_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+
+
 def reshard(root: FSDPModule) -> None:
     """Put every parameter back in shards: a forward without a backward leaves some whole."""
     for module in _fsdp_modules(root):

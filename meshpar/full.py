@@ -24,7 +24,6 @@ class FullTensors:
     mesh: Mesh
     anatomy: Anatomy
     shapes: dict[str, tuple[int, ...]]
-    trainable: set[str]
     vocab_size: int
     hidden_size: int
     specs: dict[str, ParamSpec] = field(default_factory=dict)
@@ -39,7 +38,6 @@ class FullTensors:
             mesh,
             dissect(model),
             {n: tuple(p.shape) for n, p in params.items()},
-            {n for n, p in params.items() if p.requires_grad},
             model.get_output_embeddings().weight.shape[0],
             model.config.get_text_config().hidden_size,
         )
@@ -50,16 +48,17 @@ class FullTensors:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
     def tied_across_stages(self) -> str | None:
-        """On a rank with one end of the pipeline: the trainable tied matrix whose other copy is on another rank."""
+        """On a rank with one end of the pipeline: the tied matrix whose other copy is on another rank."""
         name = f"{self.anatomy.embedding}.weight"
         ends = (self.stage_ranks[0], self.stage_ranks[-1])
         here = self.mesh.rank("pp") in ends
-        return name if self.anatomy.tied and ends[0] != ends[1] and here and name in self.trainable else None
+        return name if self.anatomy.tied and ends[0] != ends[1] and here else None
 
     def gather(self, params: dict[str, nn.Parameter], what: str) -> Iterator[tuple[str, Tensor | None]]:
         """See `ParallelModel.full_tensors`."""
+        frozen = self._frozen(params) if what == "grad" else set()
         for name, shape in self.shapes.items():
-            if what == "grad" and name not in self.trainable:
+            if name in frozen:
                 continue
             owner = self._owner(name)
             part = None
@@ -68,6 +67,12 @@ class FullTensors:
                 value = param if what == "param" else param.grad
                 part = self._gather_stage(torch.zeros_like(param) if value is None else value, self.specs[name])
             yield name, self._to_rank0(part, owner, shape, next(iter(params.values())).dtype)
+
+    def _frozen(self, params: dict[str, nn.Parameter]) -> set[str]:
+        own = {n for n, p in params.items() if not p.requires_grad}
+        everyone: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return set().union(*everyone)
 
     def _owner(self, name: str) -> int:
         index = self.anatomy.layer_index(name)

@@ -25,8 +25,8 @@ class GradientSums:
     ) -> None:
         self.mesh = mesh
         self.tied = params[tied] if tied is not None else None
-        self.partial = [(p, specs[n]) for n, p in params.items() if specs[n].partial and p.requires_grad]
-        self.padded = [(p, specs[n]) for n, p in params.items() if specs[n].hold_zero and p.requires_grad]
+        self.partial = [(p, specs[n]) for n, p in params.items() if specs[n].partial]
+        self.padded = [(p, specs[n]) for n, p in params.items() if specs[n].hold_zero]
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
 
     def set_aside(self) -> None:
@@ -47,6 +47,10 @@ class GradientSums:
                 local(p.grad).narrow(spec.layout.dim, *_padding(spec, self.mesh.rank("tp"))).zero_()
         for p, grad in self._earlier:
             p.grad = grad if p.grad is None else p.grad.add_(grad)
+        self._earlier = []
+
+    def discard(self) -> None:
+        """Forget a step that failed."""
         self._earlier = []
 
     def _sum_over_tp(self) -> None:
@@ -70,7 +74,7 @@ class GradientSums:
 
     def _sum_tied(self) -> None:
         """The first and the last stage each hold the tied matrix and half its gradient: both get the sum."""
-        if self.tied is None:
+        if self.tied is None or not self.tied.requires_grad:
             return
         if self.tied.grad is None:
             self.tied.grad = torch.zeros_like(self.tied)

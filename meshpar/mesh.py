@@ -33,6 +33,7 @@ def init_distributed(
     """
     device = torch.device(device) if device is not None else default_device()
     if device.type == "cuda":
+        device = default_device() if device.index is None else device
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)

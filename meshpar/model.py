@@ -19,13 +19,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from .batch import Batch, make_batch
 from .checkpointing import apply_checkpointing
 from .config import ParallelConfig, check_model, choose_microbatches
-from .fsdp import apply_fsdp, materialize, reshard
+from .fsdp import apply_fsdp, discard_step, materialize, reshard
 from .full import FullTensors
 from .grads import GradientSums, clip_, global_norm, is_counted
 from .layout import even
 from .load import Reader, load_buffers, open_model
 from .loss import count_targets, cross_entropy_sum
-from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, init_distributed
+from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device, init_distributed
 from .pipeline import Pipeline
 from .plan import Plan, Style, make_plan
 from .split import Runner, split_model, stage_ranges, stage_ranks, stages_of_rank
@@ -58,7 +58,7 @@ def parallelize_model(
 
     Raises ValueError, before weights are read, for sizes or models that cannot work.
     """
-    device = init_distributed(device)
+    device = init_distributed(device if device is not None or mesh is None else _device_of(mesh))
     config = _resolve_config(config, mesh, dtype)
     opened = open_model(model, seed)
     skeleton = opened.skeleton
@@ -71,7 +71,7 @@ def parallelize_model(
     ranges = stage_ranges(skeleton, the_plan.anatomy, config)
     tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel)
     specs = apply_styles(skeleton, the_plan, tp, config)
-    apply_checkpointing(skeleton, the_plan.anatomy, config.activation_checkpoint)
+    apply_checkpointing(skeleton, the_plan.anatomy, config.activation_checkpoint, tp)
     own = [ranges[i] for i in stages_of_rank(config, the_mesh.rank("pp"))]
     stages = split_model(skeleton, the_plan.anatomy, own)
     runner = Runner(skeleton, the_plan.anatomy, stages, tp)
@@ -85,6 +85,10 @@ def parallelize_model(
     )  # fmt: skip
     full.specs, full.ranges, full.stage_ranks = specs, ranges, stage_ranks(config)
     return ParallelModel(runner, the_mesh, config, the_plan, full, opened.origin).train()
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cpu") if mesh.device_type == "cpu" else default_device()
 
 
 def _resolve_config(
@@ -123,6 +127,7 @@ class ParallelModel(nn.Module):
         self._sums = GradientSums(params, full.specs, mesh, full.tied_across_stages())
         skipped = full.tied_across_stages() if mesh.rank("pp") > 0 else None
         self._counted = {n for n in params if n != skipped and is_counted(full.specs[n], mesh)}
+        self._last_backward = -1
         self._divisor = torch.ones((), dtype=torch.float64)
 
     @property
@@ -166,9 +171,14 @@ class ParallelModel(nn.Module):
         """
         batches, divisor = self._prepare(batch)
         self._divisor = divisor
-        self._sums.set_aside()
-        loss = self._pipeline.train_step(batches)
-        self._sums.finish()
+        try:
+            self._sums.set_aside()
+            loss = self._pipeline.train_step(batches)
+            self._sums.finish()
+        except BaseException:
+            self._sums.discard()
+            discard_step(self._runner)
+            raise
         return self._everywhere(loss)
 
     def eval_loss(self, batch: Batches) -> Tensor:
@@ -184,7 +194,8 @@ class ParallelModel(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **inputs: Tensor) -> CausalLMOutput:
         """pp=1 only: the loss of the global batch, differentiable, or without ``labels`` the logits [b, s, vocabulary].
 
-        With ``labels`` the logits stay split over tp and are not returned.
+        With ``labels`` the logits stay split over tp and are not returned. Logits carry no gradient: FSDP sums over dp
+        here, where a loss of one's own would most likely mean, and they are split over tp.
         """
         if self.parallel_config.pp > 1:
             raise RuntimeError(
@@ -195,7 +206,7 @@ class ParallelModel(nn.Module):
             batch = make_batch(
                 {"input_ids": input_ids, "labels": input_ids, **inputs}, self._mesh.device, self._full.vocab_size
             )
-            return CausalLMOutput(logits=self._whole_logits(self._pipeline.logits(batch)))
+            return CausalLMOutput(logits=self._whole_logits(self._pipeline.logits(batch).detach()))
         [(batch, _)], self._divisor = self._prepare({"input_ids": input_ids, "labels": labels, **inputs})
         own = self._loss(self._pipeline.logits(batch), batch.targets).float()
         loss = own + (self._everywhere(own.detach()) - own).detach()
@@ -261,16 +272,28 @@ class ParallelModel(nn.Module):
     def _prepare(self, batch: Batches) -> tuple[list[tuple[Batch, int]], Tensor]:
         """Batches with their numbers of microbatches, and the global number of tokens that count."""
         given = [batch] if isinstance(batch, Mapping) else list(batch)
+        if not given:
+            raise ValueError("the list of batches is empty; give at least one batch, of no rows if need be")
         batches = [make_batch(b, self._mesh.device, self._full.vocab_size) for b in given]
-        counted = sum(
-            (count_targets(b.targets) for b in batches), torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        )
-        dist.all_reduce(counted, group=self._mesh.group("dp"))
+        counted = sum(count_targets(b.targets) for b in batches)
+        counted = self._agree(counted, len(batches))
         cut = []
         for one in batches:
             count = choose_microbatches(self.parallel_config, one.rows)
             cut.append((one.padded_to(-(-one.rows // count) * count), count))
         return cut, counted.clamp(min=1)
+
+    def _agree(self, counted: Tensor, batches: int) -> Tensor:
+        """The count over dp; the same all-reduce shows whether all dp ranks gave the same number of batches."""
+        sums = torch.stack((counted, counted.new_tensor(batches), counted.new_tensor(batches**2)))
+        dist.all_reduce(sums, group=self._mesh.group("dp"))
+        if batches > 1 or self._mesh.device.type == "cpu":
+            total, squares = sums[1].item(), sums[2].item()
+            if squares * self._mesh.size("dp") != total**2:
+                raise ValueError(
+                    f"this dp rank gave {batches} batches and others gave another number; all must give the same"
+                )
+        return sums[0]
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         total = cross_entropy_sum(logits, targets, self._vocab_start, self._vocab_real, self._mesh.group("tp"))
@@ -287,11 +310,18 @@ class ParallelModel(nn.Module):
         if self._mesh.size("tp") == 1:
             return logits
         parts = [torch.empty_like(logits) for _ in range(self._mesh.size("tp"))]
-        dist.all_gather(parts, logits.detach().contiguous(), group=self._mesh.group("tp"))
+        dist.all_gather(parts, logits.contiguous(), group=self._mesh.group("tp"))
         return torch.cat(parts, dim=-1)[..., : self._full.vocab_size]
 
     def _when_backward_starts(self, grad: Tensor) -> None:
-        """Sums over tp must follow FSDP's own end of the backward: a callback that queues a callback runs after it."""
+        """Sums over tp must follow FSDP's own end of the backward: a callback that queues a callback runs after it.
+
+        Several losses may be summed into one backward, which is one task of the autograd engine: it counts once.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == self._last_backward:
+            return
+        self._last_backward = task
         self._sums.set_aside()
         queue = Variable._execution_engine.queue_callback
         queue(lambda: queue(self._sums.finish))

@@ -26,6 +26,7 @@ from .trace import comparable, first_difference, gather_outputs, record_outputs,
 
 LOSS_BAR = 1e-6
 GRADIENT_BAR = 1e-5
+LOGITS_BAR = 1e-4  # of the largest logit
 # One process in float32 has rounding errors of its own, which grow with depth and width. Another order of the same sums
 # may be off by as much again; 4 leaves room for the largest of many parameters.
 ROUNDING_ROOM = 4.0
@@ -54,6 +55,7 @@ class VerifyReport:
     norm: tuple[float, float]
     logits_max_abs: float
     gradients: dict[str, GradientError] = field(default_factory=dict)
+    logits_bar: float = 0.0
     loss_bar: float = LOSS_BAR
     norm_bar: float = GRADIENT_BAR
     first_wrong: str | None = None
@@ -74,8 +76,9 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the loss, the gradient norm and every parameter's gradient are within their bars."""
-        return self.loss_ok and self.norm_ok and all(g.ok for g in self.gradients.values())
+        """Whether the logits, the loss, the gradient norm and every parameter's gradient are within their bars."""
+        numbers_ok = self.loss_ok and self.norm_ok and self.logits_max_abs <= self.logits_bar
+        return numbers_ok and all(g.ok for g in self.gradients.values())
 
     def __bool__(self) -> bool:
         return self.ok
@@ -88,7 +91,7 @@ class VerifyReport:
             f"  loss            {self.loss[0]:.7f}  one process {self.loss[1]:.7f}  "
             f"difference {abs(self.loss[0] - self.loss[1]):.1e} (bar {self.loss_bar:.0e})",
             f"  gradient norm   {self.norm[0]:.6f}  one process {self.norm[1]:.6f}",
-            f"  logits          largest difference {self.logits_max_abs:.1e}",
+            f"  logits          largest difference {self.logits_max_abs:.1e} (bar {self.logits_bar:.0e})",
             f"  gradients       {len(self.gradients) - len(wrong)} of {len(self.gradients)} within the bar",
             f"  worst gradient  {self.worst}: relative L2 {worst.relative_l2:.1e} (bar {worst.bar:.0e}), "
             f"largest difference {worst.max_abs:.1e}",
@@ -226,9 +229,10 @@ def _compare(reference, batch, loss: float, norm: float, grads: dict[str, Tensor
     want = {n: g.cpu().clone() for n, g in want.items()}
     want_norm = torch.stack([g.double().norm() for g in want.values()]).norm().item()
     report = VerifyReport("", (loss, want_loss), (norm, want_norm), (logits - want_logits).abs().max().item())
+    report.logits_bar = LOGITS_BAR * want_logits.abs().max().item()
     report.gradients = {n: GradientError(*_distance(grads[n], want[n])) for n in want}
     if not report.ok:
-        _widen_bars(report, reference, batch, want)
+        _widen_bars(report, reference, batch, want, want_logits)
     return report
 
 
@@ -239,11 +243,14 @@ def _distance(got: Tensor, want: Tensor) -> tuple[float, float]:
     return difference.abs().max().item(), relative
 
 
-def _widen_bars(report: VerifyReport, reference: PreTrainedModel, batch, single: dict[str, Tensor]) -> None:
+def _widen_bars(
+    report: VerifyReport, reference: PreTrainedModel, batch, single: dict[str, Tensor], logits: Tensor
+) -> None:
     """Hold the mesh to what float32 can do: the distance of one process in float32 from one in float64."""
-    exact_loss, _, exact = run_reference(reference.double(), batch)
+    exact_loss, exact_logits, exact = run_reference(reference.double(), batch)
     for name, error in report.gradients.items():
         error.bar = max(GRADIENT_BAR, ROUNDING_ROOM * _distance(single[name], exact[name].cpu())[1])
+    report.logits_bar = max(report.logits_bar, ROUNDING_ROOM * (logits - exact_logits).abs().max().item())
     report.loss_bar = max(LOSS_BAR, ROUNDING_ROOM * abs(report.loss[1] - exact_loss))
     reference.float()
 

@@ -70,6 +70,7 @@ class Pipeline:
 
         Gradients are reduced over dp when it returns. Ranks without the last stage return 0.
         """
+        reshard(self.runner)  # a forward alone leaves weights whole, which optimizer steps do not reach
         if self.config.pp == 1:
             return self._loop(batches)
         hold_gradients(self.runner)
@@ -80,13 +81,14 @@ class Pipeline:
     @torch.no_grad()
     def eval_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
         """Forward alone; the sum of the losses, 0 on ranks without the last stage."""
-        pieces = [piece for batch, count in batches for piece in batch.chunk(count)]
-        total = self._forward_only(pieces)
+        reshard(self.runner)
+        total = self._forward_only([piece for batch, count in batches for piece in batch.chunk(count)])
         reshard(self.runner)
         return total
 
     def logits(self, batch: Batch) -> Tensor:
         """pp=1: the logits [b, s, local vocabulary] of one batch, differentiable."""
+        reshard(self.runner)
         return self.runner(0, batch.input_ids, seq_len=batch.seq_len, **batch.model_inputs())
 
     def _zero(self) -> Tensor:
@@ -121,8 +123,8 @@ class Pipeline:
     def _forward_only(self, pieces: list[Batch]) -> Tensor:
         """Each stage of this rank in turn, all microbatches through it (torch's V schedules have no evaluation).
 
-        Where one rank is both neighbours of a stage, sends wait until its receives are done: NCCL runs the two
-        directions of a pair in the order they are issued, and both sides must issue them alike.
+        NCCL may run a group's sends and receives in the order they are issued. So that no rank's receive waits behind
+        its own send in a circle, sends back to a lower rank, or to where a stage receives from, wait for its end.
         """
         total, sends = self._zero(), []
         handed_on: list[Tensor] = []
@@ -141,11 +143,11 @@ class Pipeline:
                 if r.is_last:
                     total = total + out.sum()
                     continue
-                if following is None or following == previous:
+                if following is None or following == previous or following < self.mesh.rank("pp"):
                     handed_on.append(out)
                 else:
                     sends.append(self._send(out, following))
-            if following is not None and following == previous:
+            if following is not None:
                 sends += [self._send(out, following) for out in handed_on]
         for work, _ in sends:
             work.wait()

@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, dissect
@@ -111,6 +111,7 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     entries = _outside_styles(model, leaves, blocks, config) | dict.fromkeys(blocks, "block")
     if config.tp > 1:
         _check_modules(model, anatomy, entries)
+        _check_sequence_shards(model, anatomy, entries)
     order = {n: i for i, (n, _) in enumerate(model.named_modules())}
     entries = dict(sorted(entries.items(), key=lambda item: order[item[0]]))
     return Plan(entries, anatomy, roles, {n: _own_shapes(model.get_submodule(n)) for n in entries})
@@ -237,10 +238,26 @@ def _lay_over(entries: dict[str, Style], model: PreTrainedModel, overrides: str 
             raise ValueError(
                 f"plan[{pattern!r}] is {style!r}; the styles are {', '.join(STYLES)}, or a torch ParallelStyle"
             )
+        if isinstance(style, SequenceParallel):
+            raise ValueError(
+                f"plan[{pattern!r}] is torch's SequenceParallel, which needs DTensors around it; meshpar runs on plain "
+                "tensors there: set sequence_parallel in the config instead"
+            )
         matched = fnmatch.filter(names, pattern)
         if not matched:
             raise ValueError(f"plan[{pattern!r}] matches no module of {type(model).__name__}")
         entries.update(dict.fromkeys(matched, style))
+
+
+def _check_sequence_shards(model: PreTrainedModel, anatomy: Anatomy, entries: dict[str, Style]) -> None:
+    """Under sequence parallelism what lies outside blocks sees one shard of the sequence: only norms may."""
+    for name, style in entries.items():
+        matrices = [n for n, p in model.get_submodule(name).named_parameters(recurse=False) if p.ndim > 1]
+        if style == "sequence_parallel" and matrices and anatomy.layer_index(name) is not None:
+            raise ValueError(
+                f"{type(model).__name__}'s {name} lies outside its tensor-parallel blocks and may mix positions; "
+                "set sequence_parallel to false"
+            )
 
 
 def _check_modules(model: PreTrainedModel, anatomy: Anatomy, entries: dict[str, Style]) -> None:

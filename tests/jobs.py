@@ -103,3 +103,74 @@ def adamw_steps_in_one_process(batches: list[dict], model_changes: dict | None) 
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "norms": norms, "params": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def two_losses_in_one_backward(config: dict, batches: list[dict], family: str) -> dict:
+    """Two forwards as a module, their losses summed into one backward."""
+    model = make(config, family)
+    sum(model(**rows_of_rank(b, model.mesh)).loss for b in batches).backward()
+    return {"grads": dict(model.full_tensors("grad"))}
+
+
+def forward_alone_between_steps(config: dict, batches: list[dict]) -> list[float]:
+    """SGD steps with a forward without a backward, and an evaluation, between them."""
+    model = make(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for batch in batches:
+        own = rows_of_rank(batch, model.mesh)
+        losses.append(model.forward_backward(own).item())
+        if model.parallel_config.pp == 1:
+            with torch.no_grad():
+                model(own["input_ids"])
+            model(**own)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(model.eval_loss(own).item())
+    return losses
+
+
+def step_after_a_failed_one(config: dict, batch: dict) -> dict:
+    """A backward that fails in the second of two microbatches on every rank, caught; then a step."""
+    model = make(config)
+    own = rows_of_rank(batch, model.mesh)
+    model.forward_backward(own)
+    loss_fn, calls = model._pipeline.modules[0].loss_fn, []
+
+    def failing(logits, targets):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("out of memory")
+        return loss_fn(logits, targets)
+
+    model._pipeline.modules[0].loss_fn = failing
+    try:
+        model.forward_backward(own)
+    except MemoryError:
+        model._pipeline.modules[0].loss_fn = loss_fn
+    for p in model.parameters():
+        p.grad = None
+    return {"losses": [model.forward_backward(own).item()], "grads": dict(model.full_tensors("grad"))}
+
+
+def unfrozen_later(config: dict, batch: dict, family: str, changes: dict) -> dict:
+    """A model built with everything frozen, made trainable afterwards."""
+    source = models.tiny_model(family, **changes)
+    for p in source.parameters():
+        p.requires_grad_(False)
+    model = make(config, source=source)
+    for p in model.parameters():
+        p.requires_grad_(True)
+    loss = model.forward_backward(rows_of_rank(batch, model.mesh)).item()
+    return {"losses": [loss], "grads": dict(model.full_tensors("grad"))}
+
+
+def refusal(config: dict, lists: list[int]) -> str:
+    """What `forward_backward` says when dp ranks give lists of different lengths."""
+    model = make(config)
+    own = rows_of_rank(models.make_batch(), model.mesh)
+    try:
+        model.forward_backward([own] * lists[model.mesh["dp"].get_local_rank()])
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -87,13 +87,18 @@ def test_train_loop_runs_as_it_stands(tmp_path, mesh):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"  loss (\d+\.\d+)", done.stdout)]
-    evals = [float(loss) for loss in re.findall(r"  eval loss (\d+\.\d+)", done.stdout)]
-    assert (len(losses), len(evals)) == (5, 2)
-    assert losses[-1] < losses[0] - 0.5
-    assert evals[-1] < evals[0] - 0.5
+    first, *training, last = losses(done.stdout)
+    assert len(training) == 5
+    assert training[-1] < training[0] - 0.5
+    assert last < first - 0.5
+    shown = next(text for text in blocks(ROOT / "docs" / "quickstart.md", "console") if "train_loop.py" in text)
+    assert losses(shown) == pytest.approx([first, *training, last] * 2, abs=2e-3)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert trained.config.num_hidden_layers == 4
+
+
+def losses(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", text)]
 
 
 def test_example_of_the_readme_runs(pool, tmp_path):
