@@ -201,7 +201,7 @@ def _rows_of_rank(batch: Mapping[str, Tensor], parallel: ParallelModel) -> dict[
 
 
 def run_reference(reference: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[float, Tensor, dict[str, Tensor]]:
-    """Loss, logits [rows, seq, vocabulary] (on the CPU) and gradients of the unmodified model on the whole batch.
+    """Loss, the head's output [rows, seq, vocabulary] (on the CPU) and gradients of the unmodified model.
 
     Rows go through a few at a time: only their sum is needed, and the logits of a whole batch may not fit.
     """
@@ -211,6 +211,8 @@ def run_reference(reference: PreTrainedModel, batch: Mapping[str, Tensor]) -> tu
     step = max(1, _LOGIT_BYTES // (seq_len * vocab * param.element_size()))
     count = (batch["labels"][:, 1:] != IGNORE).sum().clamp(min=1).item()
     total, logits = 0.0, []
+    head = reference.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, args, out: logits.append(out.detach().cpu()))
     reference.zero_grad()
     for start in range(0, rows, step):
         part = {k: v[start : start + step].to(param.device) for k, v in batch.items()}
@@ -219,7 +221,7 @@ def run_reference(reference: PreTrainedModel, batch: Mapping[str, Tensor]) -> tu
         losses = F.cross_entropy(out.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
         (losses.sum() / count).backward()
         total += losses.double().sum().item() / count
-        logits.append(out.detach().cpu())
+    handle.remove()
     grads = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
     return total, torch.cat(logits), {n: g if g is not None else torch.zeros(()) for n, g in grads.items()}
 
