@@ -260,7 +260,7 @@ def first_step_in_one_process(recipe: dict) -> tuple[float, float]:
         row_loss = torch.nn.functional.cross_entropy(logits[0, :-1], labels[i, 1:], reduction="sum") / counted
         row_loss.backward()
         loss += row_loss.item()
-    norms = [torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()]
+    norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in model.parameters()]
     return loss, torch.linalg.vector_norm(torch.stack(norms)).item()
 
 

@@ -106,7 +106,7 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     roles = _leaf_styles(model, anatomy, _declared_styles(model) if config.tp > 1 else {})
     leaves = dict(roles)
     if overrides != "auto":
-        _lay_over(leaves, model, overrides)
+        _lay_over(leaves, model, overrides, config.tp)
     blocks = _blocks(roles, leaves, config)
     entries = _outside_styles(model, leaves, blocks, config) | dict.fromkeys(blocks, "block")
     if config.tp > 1:
@@ -229,10 +229,9 @@ def _spans_colwise(model: PreTrainedModel, name: str, entries: dict[str, Style])
     return len(shapes) == 1 and len(shapes[0]) == 1 and shapes[0][0] in widths and shapes[0][0] != head_dim
 
 
-def _lay_over(entries: dict[str, Style], model: PreTrainedModel, overrides: str | Mapping[str, Style]) -> None:
+def _lay_over(leaves: dict[str, Style], model: PreTrainedModel, overrides: str | Mapping[str, Style], tp: int) -> None:
     if isinstance(overrides, str):
         raise ValueError(f'plan is {overrides!r}; it must be "auto" or a dict from module-name pattern to style')
-    names = [n for n, _ in model.named_modules() if n]
     for pattern, style in overrides.items():
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(
@@ -243,10 +242,26 @@ def _lay_over(entries: dict[str, Style], model: PreTrainedModel, overrides: str 
                 f"plan[{pattern!r}] is torch's SequenceParallel, which needs DTensors around it; meshpar runs on plain "
                 "tensors there: set sequence_parallel in the config instead"
             )
-        matched = fnmatch.filter(names, pattern)
+        matched = fnmatch.filter(leaves, pattern)
         if not matched:
-            raise ValueError(f"plan[{pattern!r}] matches no module of {type(model).__name__}")
-        entries.update(dict.fromkeys(matched, style))
+            raise ValueError(f"plan[{pattern!r}] matches no module of {type(model).__name__} that holds parameters")
+        for name in matched if tp > 1 else ():
+            _check_override(name, leaves[name], style)
+            leaves[name] = style
+
+
+def _check_override(name: str, role: Style, style: Style) -> None:
+    """What a module does in its block is the model's own doing; a caller may keep it whole or split it another way."""
+    allowed = ("replicate", "sequence_parallel") if role == "replicate" else ("replicate", role)
+    if role in ("embedding_rowwise", "vocab_head"):
+        allowed = (role,)
+    elif isinstance(style, ParallelStyle):
+        return
+    if style not in allowed:
+        raise ValueError(
+            f"plan gives {name} the style {_style_name(style)!r}, but it can only be {' or '.join(map(repr, allowed))}"
+            + ("" if role in ("embedding_rowwise", "vocab_head") else " or a torch ParallelStyle")
+        )
 
 
 def _check_sequence_shards(model: PreTrainedModel, anatomy: Anatomy, entries: dict[str, Style]) -> None:

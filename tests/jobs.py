@@ -174,3 +174,9 @@ def refusal(config: dict, lists: list[int]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def whole_dtensors(config: dict) -> bool:
+    """Whether every parameter's DTensor, put together by torch, is the unmodified model's parameter."""
+    want = dict(models.tiny_model().named_parameters())
+    return all(torch.equal(p.full_tensor(), want[n]) for n, p in make(config).named_parameters())

@@ -145,9 +145,11 @@ def buffers(config: dict, folder: str, batch: dict) -> dict:
     }
 
 
-def export(config: dict, folder: str, batch: dict, out: str, dtypes: list[str | None], shard: str) -> dict:
+def export(config: dict, folder: str, batch: dict, out: str, dtypes: list[str | None], shard: str, compiled=False):
     """One SGD step, then a directory for each dtype; the whole weights, and the dtypes the training copy has after."""
     model = make(config, source=folder)
+    for layer in model._runner.own_layers() if compiled else ():
+        layer.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.forward_backward(own_rows(model, batch))
     optimizer.step()
@@ -157,6 +159,7 @@ def export(config: dict, folder: str, batch: dict, out: str, dtypes: list[str | 
         "params": dict(model.full_tensors("param")),
         "dtypes": {p.dtype for p in model.parameters()},
         "names": [n for n, _ in model.named_parameters()],
+        "state": list(model.state_dict()),
     }
 
 

@@ -110,15 +110,20 @@ def test_export_has_the_dtype_that_was_asked_for(pool, folders, tmp_path):
     assert all(result["dtypes"] == {torch.float32} for result in results)
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("wrapped", ["compiled", "full", "selective"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_names_are_those_of_the_source(pool, folders, tmp_path, family, mode):
-    """T26A: wrappers that leave their prefix in the keys."""
-    config = mesh(1, 2, 1, activation_checkpoint=mode)
+def test_names_are_those_of_the_source(pool, folders, tmp_path, family, wrapped):
+    """T26A: torch.compile and checkpoint wrappers leave their prefix in the keys."""
+    compiled = wrapped == "compiled"
+    config = mesh(1, 2, 1, activation_checkpoint="none" if compiled else wrapped)
     want = [name for name, _ in folders.model(family).named_parameters()]
-    results = pool.run(2, jobs.export, config, folders(family), whole_batch(4, 16), str(tmp_path), [None], "1GB")
-    assert all(result["names"] == want for result in results)
-    assert set(read_export(tmp_path / "None")[0]) == set(want)
+    batch, out = whole_batch(4, 16), str(tmp_path)
+    results = pool.run(2, jobs.export, config, folders(family), batch, out, [None], "1GB", compiled)
+    assert all(result["names"] == result["state"] == want for result in results)
+    tensors, _ = read_export(tmp_path / "None")
+    assert set(tensors) == set(want)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "None", output_loading_info=True)
+    assert not any(info.values())
 
 
 # Loading
