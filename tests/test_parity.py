@@ -47,7 +47,7 @@ def assert_parity(pool, config: dict, batches: list[dict], family="llama", chang
 
 
 def mesh_cases():
-    """Every mesh, schedule and sequence parallelism; every checkpointing mode with each up to 4 ranks, by turns on 8."""
+    """Every mesh, schedule and sequence parallelism, with every checkpointing mode up to 4 ranks, by turns on 8."""
     modes, turn = ("none", "selective", "full"), 0
     for pp, dp, tp in MESHES:
         schedules = (*SINGLE, *VIRTUAL) if pp > 1 else ("1F1B",)
