@@ -41,7 +41,8 @@ def apply_dropout(model: PreTrainedModel, plan: Plan, tp: TensorParallel) -> Non
     for start, end in _split_regions(model, plan, tp.sequence_parallel):
         stream = _OwnStream(tp.mesh.device_type, tp.rank)
         start.register_forward_pre_hook(stream.enter)
-        end.register_forward_hook(stream.leave)
+        for module in dict.fromkeys((start, end)):  # the start, too: an exception may never reach the end
+            module.register_forward_hook(stream.leave, always_call=True)
     if names - _OF_HEADS:
         _check_once(model.get_submodule(plan.anatomy.base), tp)
 

@@ -71,7 +71,10 @@ class Parallel(Section):
 
 
 class Data(Section):
-    """The training rows, and the evaluation rows where there are any. `seq_len` is in tokens."""
+    """The training rows, and the evaluation rows where there are any. `seq_len` is in tokens.
+
+    `split` and `eval_split` are for `datasets` names; `eval_split` None is `split`.
+    """
 
     path: str
     format: Literal["text", "instruct", "chat"]
@@ -79,6 +82,7 @@ class Data(Section):
     pack: bool = True
     eval_path: str | None = None
     split: str = "train"
+    eval_split: str | None = None
     shuffle: bool = True
 
 
@@ -106,6 +110,7 @@ class Train(Section):
     """How long to train, when to evaluate (`eval_batches` None: every row), and what makes a run repeatable."""
 
     steps: Count
+    eval_at_start: bool = False
     eval_every: Count | None = None
     eval_batches: Count | None = None
     seed: Annotated[int, Field(ge=0)] = 0

@@ -111,3 +111,21 @@ def draws(config: dict, folder: str, batch: dict) -> dict:
         run(batch)
         moved[what] = not torch.equal(before, torch.get_rng_state())
     return moved
+
+
+def states_after_a_failed_forward(config: dict, folder: str, batch: dict) -> torch.Tensor:
+    """The default generator's next numbers after both tp peers failed inside the first attention."""
+
+    def fail(module, args, kwargs):
+        raise ArithmeticError("planted")
+
+    model = make(config, source=folder)
+    _seed_by_dp_rank(model)
+    model._runner.model.get_submodule("model.layers.0.self_attn.k_proj").register_forward_pre_hook(
+        fail, with_kwargs=True
+    )
+    try:
+        model.forward_backward(batch)
+    except ArithmeticError:
+        return torch.rand(4)
+    raise AssertionError("the planted failure did not happen")

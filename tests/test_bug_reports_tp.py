@@ -272,3 +272,11 @@ def test_nothing_is_drawn_without_dropout(pool, folders, dropout):
     folder = folders(attention_dropout=dropout)
     for result in pool.run(2, jobs_dropout.draws, mesh(1, 1, 2), folder, whole_batch(2, 16)):
         assert result == {"train": dropout > 0, "eval": False}
+
+
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
+def test_a_failed_forward_leaves_tp_peers_on_their_common_stream(pool, folders, sp):
+    """The next step's masks on replicated activations would differ otherwise."""
+    config, folder = mesh(1, 1, 2, sequence_parallel=sp), folders("starcoder2", **DROPOUT["starcoder2"])
+    one, peer = pool.run(2, jobs_dropout.states_after_a_failed_forward, config, folder, whole_batch(2, 16))
+    assert torch.equal(one, peer)

@@ -215,9 +215,9 @@ def test_resume_from_no_checkpoint_is_refused(pool, no_dropout, tmp_path):
 @pytest.mark.parametrize("parallel", [DP2, PP2_DP2], ids=["1x2x1", "2x2x1"])
 def test_evaluation_is_the_mean_over_all_rows(pool, no_dropout, tmp_path, parallel):  # T29A: 5 rows in batches of 4
     changes = {"data__eval_path": str(no_dropout / "eval.jsonl"), "train__eval_every": 2, "data__pack": False}
-    train(pool, recipe(no_dropout, tmp_path, parallel, train__steps=3, **changes))
+    train(pool, recipe(no_dropout, tmp_path, parallel, train__steps=3, train__eval_at_start=True, **changes))
     rows = metrics(tmp_path)
-    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 3]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 2, 3]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     held_out = load_rows(changes["data__eval_path"], "instruct", tokenizer, 32, pack=False)

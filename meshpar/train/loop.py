@@ -23,12 +23,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoTokenizer
 
 from ..checkpoint import on_first_rank
-from ..config import ParallelConfig
+from ..config import ConfigError, ParallelConfig, check_model
 from ..load import skeleton_from_config
 from ..loss import count_targets, shift_labels
 from ..mesh import init_distributed
 from ..model import ParallelModel, parallelize_model
 from ..recipe import Recipe
+from ..recipe_errors import RecipeError
 from ..rng import seed_rank
 from .checkpoints import Checkpoints
 from .data import GlobalBatches, Row, check_vocabulary, eval_batches, load_rows, pad_token_id
@@ -73,6 +74,8 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> None:
     last = steps.stop_at or steps.steps
     if job.step >= last:
         log.info("step %d is done already; nothing is left to train", last)
+    if job.eval_rows and steps.eval_at_start and job.step == 0:
+        metrics.evaluation(0, job.evaluate())
     while job.step < last:
         metrics.start_step()
         loss, grad_norm, lr = job.train_step()
@@ -106,6 +109,7 @@ class Job:
     def begin(cls, recipe: Recipe, device: torch.device) -> Job:
         """Everything a recipe needs at step 0, its rows tokenised and its weights loaded."""
         config = recipe.parallel_config(dist.get_world_size())
+        _check_model(recipe, config)
         on_first_rank(lambda: _write_recipe(recipe, config))
         rows, eval_rows, pad_id = _load_data(recipe)
         model = _load_model(recipe, config, device)
@@ -188,11 +192,22 @@ def _warn_of_changes(before: Mapping[str, Any], recipe: Recipe) -> None:
             log.warning("optim.%s stays %s, as the checkpoint has it; the recipe says %s", key, before[key], now[key])
 
 
+def _check_model(recipe: Recipe, config: ParallelConfig) -> None:
+    """Refuse a mesh that the model's sizes do not allow, before its data is read."""
+    try:
+        check_model(config, AutoConfig.from_pretrained(recipe.model.path))
+    except ConfigError as error:
+        raise RecipeError([f"parallel.{error}"]) from None
+
+
 def _load_data(recipe: Recipe) -> tuple[list[Row], list[Row], int]:
     tokenizer, data = AutoTokenizer.from_pretrained(recipe.model.path), recipe.data
-    paths = [data.path, *([data.eval_path] if data.eval_path else [])]
-    loaded = [load_rows(path, data.format, tokenizer, data.seq_len, data.pack, data.split) for path in paths]
-    return loaded[0], loaded[1] if data.eval_path else [], pad_token_id(tokenizer)
+
+    def load(path: str, split: str) -> list[Row]:
+        return load_rows(path, data.format, tokenizer, data.seq_len, data.pack, split)
+
+    eval_rows = load(data.eval_path, data.eval_split or data.split) if data.eval_path else []
+    return load(data.path, data.split), eval_rows, pad_token_id(tokenizer)
 
 
 def _make_batches(recipe: Recipe, rows: list[Row], pad_id: int) -> GlobalBatches:

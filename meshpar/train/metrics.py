@@ -126,10 +126,10 @@ class Metrics:
 
 
 class MetricsFile:
-    """One JSON object a line. Rows of steps after ``step``, left by a run that got further, are dropped first."""
+    """One JSON object a line. Rows that a run which got further than ``step`` has left are dropped first."""
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = [line for line in _lines(path) if _step_of(line) <= step]
+        kept = [line for line in _lines(path) if _step_of(line) <= step] if step else []
         aside = path.with_suffix(".tmp")
         aside.write_text("".join(kept), encoding="utf-8")
         os.replace(aside, path)
