@@ -7,6 +7,7 @@ backward must do. Dropping the backward half leaves the loss exact and the gradi
     copy_to           identity                all-reduce
     reduce_from       all-reduce              identity
     gather_sequence   all-gather on dim 1     reduce-scatter on dim 1
+    gather_alike      all-gather on dim 1     own slice of dim 1
     scatter_sum       reduce-scatter, dim 1   all-gather on dim 1
     split_sequence    own slice of dim 1      all-gather on dim 1
     sum_both          all-reduce              all-reduce
@@ -102,6 +103,17 @@ class _Split(torch.autograd.Function):
         return all_gather_dim1(grad, ctx.group), None
 
 
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_gather_dim1(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()].contiguous(), None
+
+
 class _SumBoth(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -147,6 +159,11 @@ def scale_grad(x: Tensor, factor: float) -> Tensor:
 def gather_sequence(x: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:
     """Sequence shards [b, ceil(seq_len / size), h] -> [b, seq_len, h]; the padding of the last shard is cut off."""
     return x if group.size() == 1 else _Gather.apply(x, group)[:, :seq_len]
+
+
+def gather_alike(x: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:
+    """As `gather_sequence`, for what every rank then computes alike: each has the whole gradient already."""
+    return x if group.size() == 1 else _GatherAlike.apply(x, group)[:, :seq_len]
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

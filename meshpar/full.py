@@ -123,9 +123,10 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:
 def _assemble(parts: list[Tensor], spec: ParamSpec) -> Tensor:
     if spec.layout.dim is None:
         return parts[0]
-    whole = parts[0].new_empty(spec.shape)
-    for rank, (part, (start, stop)) in enumerate(zip(parts, spec.layout.spans, strict=True)):
-        if spec.layout.is_first_copy(rank):
-            dim = spec.layout.dim
-            whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, 0, stop - start))
+    whole, dim = parts[0].new_empty(spec.shape), spec.layout.dim
+    for rank, own in enumerate(parts):
+        for s in spec.layout.stored(rank, (0, own.shape[0])):
+            if s.part.is_first_copy(rank):
+                length = s.real - s.start
+                whole.narrow(dim, s.origin, length).copy_(own.narrow(dim, s.start, length))
     return whole

@@ -6,13 +6,15 @@ already summed, so earlier gradients are set aside first and added back last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .fsdp import fsdp_rows
+from .layout import Stored
 from .mesh import Mesh
 from .styles import ParamSpec
 
@@ -27,6 +29,7 @@ class GradientSums:
         self.tied = params[tied] if tied is not None else None
         self.partial = [(p, specs[n]) for n, p in params.items() if specs[n].partial]
         self.padded = [(p, specs[n]) for n, p in params.items() if specs[n].hold_zero]
+        self.rank = mesh.rank("tp")
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
 
     def set_aside(self) -> None:
@@ -43,8 +46,8 @@ class GradientSums:
         self._sum_over_tp()
         self._sum_tied()
         for p, spec in self.padded:
-            if p.grad is not None:
-                local(p.grad).narrow(spec.layout.dim, *_padding(spec, self.mesh.rank("tp"))).zero_()
+            for grad, s in _stored(p.grad, spec, self.mesh):
+                grad.narrow(spec.layout.dim, s.real, s.stop - s.real).zero_()
         for p, grad in self._earlier:
             p.grad = grad if p.grad is None else p.grad.add_(grad)
         self._earlier = []
@@ -54,20 +57,24 @@ class GradientSums:
         self._earlier = []
 
     def _sum_over_tp(self) -> None:
-        """One all-reduce for all: each parameter gets a row of slots, and a rank adds to the slot its span has."""
-        chosen = [(local(p.grad), spec.layout) for p, spec in self.partial if p.grad is not None]
+        """One all-reduce for all: each part gets a row of slots, and a rank adds to the slot its span has."""
+        chosen = [
+            (grad.narrow(spec.layout.dim or 0, s.start, s.stop - s.start), s.part)
+            for p, spec in self.partial
+            for grad, s in _stored(p.grad, spec, self.mesh)
+            if s.part.copies
+        ]
         if not chosen:
             return
-        rank = self.mesh.rank("tp")
         buffer = torch.zeros(
-            sum(g.numel() * lay.slots for g, lay in chosen), device=self.mesh.device, dtype=torch.float32
+            sum(g.numel() * part.slots for g, part in chosen), device=self.mesh.device, dtype=torch.float32
         )
         views, at = [], 0
-        for grad, lay in chosen:
+        for grad, part in chosen:
             size = grad.numel()
-            views.append(buffer[at + lay.slot(rank) * size :][:size].view_as(grad))
+            views.append(buffer[at + part.slot(self.rank) * size :][:size].view_as(grad))
             views[-1].copy_(grad)
-            at += size * lay.slots
+            at += size * part.slots
         dist.all_reduce(buffer, group=self.mesh.group("tp"))
         for (grad, _), view in zip(chosen, views, strict=True):
             grad.copy_(view)
@@ -88,9 +95,11 @@ class GradientSums:
         own.add_(other)  # x + y is y + x in floating point: both copies stay equal to the last bit
 
 
-def _padding(spec: ParamSpec, rank: int) -> tuple[int, int]:
-    real = spec.layout.real(rank)
-    return real, spec.layout.local - real
+def _stored(tensor: Tensor | None, spec: ParamSpec, mesh: Mesh) -> Iterator[tuple[Tensor, Stored]]:
+    """The local part of a gradient (None has no parts) with each of its parts' place in it."""
+    if tensor is not None:
+        for s in spec.layout.stored(mesh.rank("tp"), fsdp_rows(mesh, spec.local_shape[0])):
+            yield local(tensor), s
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -98,15 +107,23 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def is_counted(spec: ParamSpec, mesh: Mesh) -> bool:
-    """Whether this rank's part of a parameter counts in sums over the mesh: one copy of each element does."""
-    replica = mesh.rank("dp_replicate") if "dp_replicate" in mesh.dp_dims else 0
-    return replica == 0 and spec.layout.is_first_copy(mesh.rank("tp"))
+def counted(grad: Tensor, spec: ParamSpec, mesh: Mesh) -> Iterator[Tensor]:
+    """The pieces of this rank's gradient that count in sums over the mesh: of each element, one copy does."""
+    if "dp_replicate" in mesh.dp_dims and mesh.rank("dp_replicate") > 0:
+        return
+    stored = list(_stored(grad, spec, mesh))
+    first = [s.part.is_first_copy(mesh.rank("tp")) for _, s in stored]
+    if all(first):
+        yield local(grad)
+        return
+    for (own, s), counts in zip(stored, first, strict=True):
+        if counts:
+            yield own.narrow(spec.layout.dim or 0, s.start, s.stop - s.start)
 
 
 def global_norm(grads: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """2-norm over the whole mesh of the gradients that count on this rank; float32, the same on every rank."""
-    grads = [local(g) for g in grads]
+    grads = list(grads)
     # torch's float32 norm of a CPU tensor of 28 million elements is already off by parts in a thousand.
     norms = torch._foreach_norm(grads, 2, dtype=torch.float64) if grads else []
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)

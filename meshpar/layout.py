@@ -1,23 +1,20 @@
 """Where the elements of one parameter live inside the tp group.
 
-Hugging Face's tensor is the truth; a rank stores one contiguous span of it along one dimension, padded with zeros so
-that every rank stores the same amount. That one rule covers even shards, vocabularies and FFN widths that do not
-divide, kv heads that several ranks share, and zero heads that fill up a count.
+Hugging Face's tensor is the truth. Along one dimension a rank stores spans of it one after another, each padded with
+zeros so that every rank stores the same amount. That one rule covers even shards, vocabularies and FFN widths that do
+not divide, kv heads that several ranks share, zero heads that fill up a count, and projections that one matrix fuses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Rank ``r`` of the tp group stores ``spans[r]`` of dimension ``dim``, padded with zeros to ``local`` elements.
+class Part:
+    """Rank ``r`` stores ``spans[r]`` of a dimension, padded with zeros to ``local``; equal spans are copies."""
 
-    ``dim`` None means every rank stores the whole tensor. Equal spans are copies of each other.
-    """
-
-    dim: int | None
     spans: tuple[tuple[int, int], ...]
     local: int
 
@@ -26,6 +23,11 @@ class Layout:
         """Whether some elements are stored on more than one rank."""
         real = [(a, b) for a, b in self.spans if a < b]
         return len(set(real)) < len(real)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some rank stores more than its span."""
+        return any(b - a < self.local for a, b in self.spans)
 
     @property
     def slots(self) -> int:
@@ -45,49 +47,104 @@ class Layout:
         start, stop = self.spans[rank]
         return stop - start
 
-    def local_shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
+    def scaled(self, width: int, offset: int = 0) -> Part:
+        """The same for units of ``width`` elements each, the first of them at ``offset``."""
+        spans = tuple((offset + a * width, offset + b * width) for a, b in self.spans)
+        return Part(spans, self.local * width)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A part as it lies in a stored tensor: at ``start`` to ``stop`` of the split dimension, its own elements up to
+    ``real``, which are those of Hugging Face's tensor from ``origin`` on."""
+
+    part: Part
+    start: int
+    real: int
+    stop: int
+    origin: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rank stores ``parts`` one after another along dimension ``dim``; None: every rank stores the whole tensor."""
+
+    dim: int | None
+    parts: tuple[Part, ...]
+
+    @property
+    def local(self) -> int:
+        """Elements every rank stores along ``dim``."""
+        return sum(part.local for part in self.parts)
+
+    @property
+    def copies(self) -> bool:
+        """Whether some elements are stored on more than one rank."""
+        return any(part.copies for part in self.parts)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some rank stores zeros that are not the parameter's own."""
+        return self.dim is not None and any(part.padded for part in self.parts)
+
+    @property
+    def only(self) -> Part:
+        """The part of a layout that has one."""
+        (part,) = self.parts
+        return part
+
+    def local_shape(self, full: Sequence[int]) -> tuple[int, ...]:
         """Shape stored on each rank for a tensor of shape ``full`` in Hugging Face's file."""
         if self.dim is None:
             return tuple(full)
         return (*full[: self.dim], self.local, *full[self.dim + 1 :])
 
     def along(self, dim: int) -> Layout:
-        """The same spans on another dimension."""
-        return Layout(dim, self.spans, self.local)
+        """The same parts on another dimension."""
+        return Layout(dim, self.parts)
+
+    def stored(self, rank: int, rows: tuple[int, int]) -> Iterator[Stored]:
+        """Each part's place in rows ``rows`` of what ``rank`` stores, along ``dim``, or the rows where it is None."""
+        if self.dim is None:
+            yield Stored(self.only, 0, rows[1] - rows[0], rows[1] - rows[0], rows[0])
+            return
+        at = 0
+        for part in self.parts:
+            first, last = (max(at, rows[0]), min(at + part.local, rows[1])) if self.dim == 0 else (at, at + part.local)
+            if first < last:
+                shift = rows[0] if self.dim == 0 else 0
+                real = min(max(at + part.real(rank), first), last)
+                yield Stored(part, first - shift, real - shift, last - shift, part.spans[rank][0] + first - at)
+            at += part.local
 
 
 def replicated(size: int) -> Layout:
     """Every rank stores everything."""
-    return Layout(None, ((0, 1),) * size, 1)
+    return Layout(None, (Part(((0, 1),) * size, 1),))
+
+
+def first_only(total: int, size: int) -> Layout:
+    """The first rank stores ``total`` rows, the others zeros: a bias that a sum over ranks must add once."""
+    return Layout(0, (Part(((0, total), *((total, total),) * (size - 1)), total),))
+
+
+def spread(total: int, size: int) -> Part:
+    """``total`` units in ``size`` equal spans, the last ones short or empty where it does not divide."""
+    local = -(-total // size)
+    return Part(tuple((min(r * local, total), min((r + 1) * local, total)) for r in range(size)), local)
 
 
 def even(total: int, size: int, dim: int = 0) -> Layout:
-    """``total`` elements in ``size`` equal spans, the last ones short or empty where it does not divide."""
-    local = -(-total // size)
-    spans = tuple((min(r * local, total), min((r + 1) * local, total)) for r in range(size))
-    return Layout(dim, spans, local)
+    """``total`` elements spread over the ranks along ``dim``."""
+    return Layout(dim, (spread(total, size),))
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """How attention heads lie on ``size`` ranks: ``q`` and ``kv`` heads a rank, and each rank's span of heads."""
+    """How attention heads lie on the ranks of a tp group, in units of one head."""
 
-    q_local: int
-    kv_local: int
-    q_spans: tuple[tuple[int, int], ...]
-    kv_spans: tuple[tuple[int, int], ...]
-
-    def q(self, head_dim: int) -> Layout:
-        """Layout of the query projection's rows."""
-        return _in_rows(self.q_spans, self.q_local, head_dim)
-
-    def kv(self, head_dim: int) -> Layout:
-        """Layout of the key and value projections' rows."""
-        return _in_rows(self.kv_spans, self.kv_local, head_dim)
-
-
-def _in_rows(spans: tuple[tuple[int, int], ...], local: int, head_dim: int) -> Layout:
-    return Layout(0, tuple((a * head_dim, b * head_dim) for a, b in spans), local * head_dim)
+    q: Part
+    kv: Part
 
 
 def heads(q_heads: int, kv_heads: int, size: int) -> HeadLayout:
@@ -98,15 +155,14 @@ def heads(q_heads: int, kv_heads: int, size: int) -> HeadLayout:
     last of them up). Both give the same attention output: a zero query or kv head meets zero columns in ``o_proj``.
     """
     group = q_heads // kv_heads
-    whole = even(kv_heads, size)
+    whole = spread(kv_heads, size)
     if size % kv_heads == 0 and -(-group // (size // kv_heads)) < whole.local * group:
         return _shared_kv_heads(kv_heads, group, size)
-    q_spans = tuple((a * group, b * group) for a, b in whole.spans)
-    return HeadLayout(whole.local * group, whole.local, q_spans, whole.spans)
+    return HeadLayout(whole.scaled(group), whole)
 
 
 def _shared_kv_heads(kv_heads: int, group: int, size: int) -> HeadLayout:
-    inner = even(group, size // kv_heads)
+    inner = spread(group, size // kv_heads)
     q_spans = tuple((k * group + a, k * group + b) for k in range(kv_heads) for a, b in inner.spans)
     kv_spans = tuple((k, k + 1) for k in range(kv_heads) for _ in inner.spans)
-    return HeadLayout(inner.local, 1, q_spans, kv_spans)
+    return HeadLayout(Part(q_spans, inner.local), Part(kv_spans, 1))

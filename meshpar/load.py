@@ -11,6 +11,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .layout import Stored
 from .mesh import Mesh
 from .styles import ParamSpec
 from .weights_in import (
@@ -84,30 +85,28 @@ class Reader:
 
     def __call__(self, name: str, spec: ParamSpec, rows: tuple[int, int]) -> Tensor:
         """Rows ``rows`` of this rank's tp-local tensor of ``name``, in the source's dtype."""
-        dim, name = spec.layout.dim, self.names[name]
-        if dim is None:
-            return self.source.read(name, (slice(*rows),))
-        start, real = spec.layout.spans[self.tp_rank][0], spec.layout.real(self.tp_rank)
-        if dim == 0:
-            top, bottom = min(rows[0], real), min(rows[1], real)
-            part = self.source.read(name, (slice(start + top, start + bottom),))
-        else:
-            lead = (slice(*rows), *(slice(None),) * (dim - 1))
-            part = self.source.read(name, (*lead, slice(start, start + real)))
-        shape = list(spec.local_shape)
-        shape[0] = rows[1] - rows[0]
-        return _zero_padded(part, shape)
+        dim, name = spec.layout.dim or 0, self.names[name]
+        lead = () if dim == 0 else (slice(*rows), *(slice(None),) * (dim - 1))
+        parts = [
+            _zero_padded(self.source.read(name, (*lead, slice(s.origin, s.origin + s.real - s.start))), dim, s)
+            for s in spec.layout.stored(self.tp_rank, rows)
+        ]
+        if not parts:  # FSDP left this rank no rows
+            return self.source.read(name, (slice(0, 0),)).new_zeros((0, *spec.local_shape[1:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def buffer(self, name: str) -> Tensor:
         """A persistent buffer, whole."""
         return self.source.read(self.names[name])
 
 
-def _zero_padded(part: Tensor, shape: list[int]) -> Tensor:
-    if list(part.shape) == shape:
-        return part
-    whole = part.new_zeros(shape)
-    whole[tuple(slice(n) for n in part.shape)] = part
+def _zero_padded(own: Tensor, dim: int, stored: Stored) -> Tensor:
+    if stored.real == stored.stop:
+        return own
+    shape = list(own.shape)
+    shape[dim] = stored.stop - stored.start
+    whole = own.new_zeros(shape)
+    whole.narrow(dim, 0, own.shape[dim]).copy_(own)
     return whole
 
 

@@ -21,13 +21,14 @@ from .checkpointing import apply_checkpointing
 from .config import ParallelConfig, check_model, choose_microbatches
 from .fsdp import apply_fsdp, discard_step, materialize, reshard
 from .full import FullTensors
-from .grads import GradientSums, clip_, global_norm, is_counted
-from .layout import even
+from .grads import GradientSums, clip_, counted, global_norm
+from .layout import spread
 from .load import Reader, load_buffers, open_model
 from .loss import count_targets, cross_entropy_sum
 from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device, init_distributed
 from .pipeline import Pipeline
 from .plan import Plan, Style, make_plan
+from .probe import check_shapes
 from .split import Runner, split_model, stage_ranges, stage_ranks, stages_of_rank
 from .styles import TensorParallel, apply_styles
 from .weights_out import write_pretrained
@@ -71,6 +72,7 @@ def parallelize_model(
     ranges = stage_ranges(skeleton, the_plan.anatomy, config)
     tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel)
     specs = apply_styles(skeleton, the_plan, tp, config)
+    check_shapes(skeleton, the_plan, tp)
     apply_checkpointing(skeleton, the_plan.anatomy, config.activation_checkpoint, tp)
     own = [ranges[i] for i in stages_of_rank(config, the_mesh.rank("pp"))]
     stages = split_model(skeleton, the_plan.anatomy, own)
@@ -120,13 +122,13 @@ class ParallelModel(nn.Module):
         self.parallel_config = config
         self.plan = plan
         self._mesh, self._full, self._origin = mesh, full, origin
-        vocab = even(full.vocab_size, mesh.size("tp"))
+        vocab = spread(full.vocab_size, mesh.size("tp"))
         self._vocab_start, self._vocab_real = vocab.spans[mesh.rank("tp")][0], vocab.real(mesh.rank("tp"))
         self._pipeline = Pipeline(runner, mesh, config, self._loss, full.hidden_size)
         params = dict(self.named_parameters())
         self._sums = GradientSums(params, full.specs, mesh, full.tied_across_stages())
         skipped = full.tied_across_stages() if mesh.rank("pp") > 0 else None
-        self._counted = {n for n in params if n != skipped and is_counted(full.specs[n], mesh)}
+        self._counted = {n for n in params if n != skipped}
         self._last_backward = -1
         self._divisor = torch.ones((), dtype=torch.float64)
 
@@ -232,8 +234,13 @@ class ParallelModel(nn.Module):
 
     def grad_norm(self) -> Tensor:
         """The global 2-norm of the gradients, a float32 scalar equal on every rank; nothing is clipped."""
-        counted = (p.grad for n, p in self.named_parameters() if n in self._counted and p.grad is not None)
-        return global_norm(counted, self._mesh)
+        pieces = (
+            piece
+            for name, p in self.named_parameters()
+            if name in self._counted and p.grad is not None
+            for piece in counted(p.grad, self._full.specs[name], self._mesh)
+        )
+        return global_norm(pieces, self._mesh)
 
     # Whole tensors
 
@@ -275,13 +282,12 @@ class ParallelModel(nn.Module):
         if not given:
             raise ValueError("the list of batches is empty; give at least one batch, of no rows if need be")
         batches = [make_batch(b, self._mesh.device, self._full.vocab_size) for b in given]
-        counted = sum(count_targets(b.targets) for b in batches)
-        counted = self._agree(counted, len(batches))
+        targets = self._agree(sum(count_targets(b.targets) for b in batches), len(batches))
         cut = []
         for one in batches:
             count = choose_microbatches(self.parallel_config, one.rows)
             cut.append((one.padded_to(-(-one.rows // count) * count), count))
-        return cut, counted.clamp(min=1)
+        return cut, targets.clamp(min=1)
 
     def _agree(self, counted: Tensor, batches: int) -> Tensor:
         """The count over dp; the same all-reduce shows whether all dp ranks gave the same number of batches."""

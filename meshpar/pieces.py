@@ -1,6 +1,6 @@
 """What `torch.distributed.checkpoint` (DCP) stores and reads: pieces of tensors in Hugging Face's names and shapes.
 
-A rank describes its part of a parameter as one chunk of Hugging Face's tensor, without padding. So what is on disk does
+A rank describes what it has of a parameter as chunks of Hugging Face's tensor, without padding. So what is on disk does
 not depend on the mesh, and DCP's own resharding reads it on any other one; copies on several ranks are written once.
 """
 
@@ -38,53 +38,52 @@ from .styles import ParamSpec
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements that a rank holds of a stored tensor: ``local`` lies at ``offsets`` in a tensor of shape ``whole``.
+    """The elements that a rank holds of a stored tensor of shape ``whole``: tensors by their offsets in it.
 
-    The methods are the protocol DCP asks of a tensor. A piece without elements is neither written nor read.
+    The methods are the protocol DCP asks of a tensor. Those without elements are neither written nor read.
     """
 
-    local: Tensor
+    chunks: dict[torch.Size, Tensor]
     whole: torch.Size
-    offsets: torch.Size
 
     def size(self) -> torch.Size:
         """Shape of the stored tensor."""
         return self.whole
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        index = MetadataIndex(name, self.offsets)
         return [
-            WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.whole))
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk, TensorProperties.create_from_tensor(self.chunks[chunk.offsets]), self.whole
+                ),
+            )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(self.offsets, self.local.shape)] if self.local.numel() else []
+        return [ChunkStorageMetadata(at, own.shape) for at, own in self.chunks.items() if own.numel()]
 
     def on_cpu(self) -> Piece:
         """A copy in host memory, which later steps do not change."""
-        return Piece(self.local.to("cpu", copy=True), self.whole, self.offsets)
+        return Piece({at: own.to("cpu", copy=True) for at, own in self.chunks.items()}, self.whole)
 
 
 def parameter_piece(tensor: Tensor, spec: ParamSpec, mesh: Mesh) -> Piece:
     """This rank's piece of a parameter, or of anything laid out like it; shares memory with ``tensor``."""
-    box = [(0, n) for n in spec.shape]
-    top, bottom = fsdp_rows(mesh, spec.local_shape[0])
-    start, stop = spec.layout.spans[mesh.rank("tp")]
-    if spec.layout.dim == 0:
-        box[0] = (min(start + top, stop), min(start + bottom, stop))
-    else:
-        box[0] = (top, bottom)
-        if spec.layout.dim is not None:
-            box[spec.layout.dim] = (start, stop)
-    own = local(tensor.detach())[tuple(slice(b - a) for a, b in box)]
-    return Piece(own, torch.Size(spec.shape), torch.Size(a for a, _ in box))
+    own, dim, chunks = local(tensor.detach()), spec.layout.dim or 0, {}
+    rows = fsdp_rows(mesh, spec.local_shape[0])
+    for s in spec.layout.stored(mesh.rank("tp"), rows):
+        offsets = [rows[0], *[0] * (own.ndim - 1)]
+        offsets[dim] = s.origin
+        chunks[torch.Size(offsets)] = own.narrow(dim, s.start, s.real - s.start)
+    return Piece(chunks, torch.Size(spec.shape))
 
 
 def whole_piece(tensor: Tensor) -> Piece:
     """A tensor that this rank holds all of."""
-    return Piece(tensor.detach(), tensor.shape, torch.Size([0] * tensor.ndim))
+    return Piece({torch.Size([0] * tensor.ndim): tensor.detach()}, tensor.shape)
 
 
 def write_pieces(directory: Path, pieces: Mapping[str, Piece], group: dist.ProcessGroup | None = None) -> None:
@@ -99,7 +98,7 @@ def write_pieces(directory: Path, pieces: Mapping[str, Piece], group: dist.Proce
 
 
 def read_pieces(directory: Path, pieces: Mapping[str, Piece]) -> None:
-    """Fill each piece's ``local`` from ``directory``; collective, each rank with pieces of its own.
+    """Fill each piece's tensors from ``directory``; collective, each rank with pieces of its own.
 
     Raises OSError on every rank when one of them could not read.
     """
@@ -138,7 +137,7 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
+        return self.state_dict[index.fqn].chunks[index.offset]
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -151,7 +150,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.state_dict = state_dict
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
+        return self.state_dict[index.fqn].chunks[index.offset]
 
 
 def _first_failure(error: CheckpointException) -> str:

@@ -1,15 +1,19 @@
-"""Plan: module name -> style, from the model's own tensor-parallel declaration, rules, and the user's overrides.
+"""Plan: module name -> style, from the structure of the model's decoder layers, its own declaration, and overrides.
 
-transformers declares, per architecture, which projections split by columns and which by rows. That declaration is read
-here as data; nothing of transformers' own sharding code runs. Rules add what it leaves out: the tensor-parallel blocks
-(where activations are gathered and reduced), norms, the vocabulary-parallel head.
+Every child of a decoder layer is one of three things over the tp group: a block, which runs on a part of its heads,
+features or experts on each rank (`rules` recognises them); whole, which every rank runs alike on the whole sequence;
+or, under sequence parallelism, a norm or scale on a shard of the sequence.
 
     style                on                     what it does over the tp group
     embedding_rowwise    embedding              rows of the vocabulary; the looked-up rows are summed
-    block                attention, MLP         its input enters whole on every rank, its input gradient is summed
-    colwise              linear                 output features split
+    block                attention, MLP         input whole on every rank and its gradient summed; sums at `rowwise`
+    block_sum            mixture of experts     the same, but all that it returns is summed once, at its output
+    whole                anything else          the same on every rank, on the whole sequence
+    colwise              linear                 output features split, by heads where they are heads
     rowwise              linear                 input features split, output summed
+    experts              stacked experts        every expert split inside
     colwise_norm         RMSNorm over all heads weight split with the heads, mean square summed
+    by_head              a weight a head        split with the heads
     replicate            anything               whole on every rank
     sequence_parallel    norms outside blocks   whole weight, used on a shard of the sequence
     vocab_head           lm_head                rows of the vocabulary; logits stay split for the loss
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
@@ -27,43 +31,49 @@ from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, dissect
 from .config import ParallelConfig
+from .rules import Block, recognise
 
 Style = str | ParallelStyle
 STYLES = (
     "embedding_rowwise",
     "block",
+    "block_sum",
+    "whole",
     "colwise",
     "rowwise",
+    "experts",
     "colwise_norm",
+    "by_head",
     "replicate",
     "sequence_parallel",
     "vocab_head",
 )
-# What transformers' words mean here. Its *_gather_output and *_split_input pairs keep a projection's weight sharded but
-# replicate what lies between them; between them meshpar stays sharded, so they become the plain pair.
-_FROM_TRANSFORMERS = {
-    "colwise": "colwise",
-    "colwise_gather_output": "colwise",
-    "colwise_rep": "colwise",
-    "rowwise": "rowwise",
-    "rowwise_split_input": "rowwise",
-    "rowwise_rep": "rowwise",
-    "replicated_with_grad_allreduce": "replicate",
-    "replicate": "replicate",
-}
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_SPLIT = ("colwise", "rowwise", "experts")
 
 
 class Plan(dict[str, Style]):
-    """Module name -> style, for every module with parameters of its own and every block; prints as a table."""
+    """Module name -> style, for every module with parameters of its own and every block; prints as a table.
+
+    ``roles``: what each module is in the model, before overrides. ``blocks``: the recognised blocks by name.
+    """
 
     def __init__(
-        self, entries: Mapping[str, Style], anatomy: Anatomy, roles: Mapping[str, Style], shapes: Mapping[str, str]
+        self,
+        entries: Mapping[str, Style],
+        anatomy: Anatomy,
+        roles: Mapping[str, Style],
+        blocks: Mapping[str, Block],
+        shapes: Mapping[str, str],
     ) -> None:
         super().__init__(entries)
-        self.anatomy = anatomy
-        self.roles = roles
+        self.anatomy, self.roles, self.blocks = anatomy, roles, blocks
         self._shapes = shapes
+
+    def block_of(self, name: str) -> str | None:
+        """The block that module or parameter ``name`` is in, itself included."""
+        parts = name.split(".")
+        found = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+        return next((n for n in found if n in self.blocks), None)
 
     def __str__(self) -> str:
         rows: dict[tuple[str, str, str], list[int]] = {}
@@ -96,35 +106,33 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     """Resolve the plan of ``model`` (any device, meta included) for ``config``.
 
     ``overrides`` maps module-name patterns (`model.layers.*.mlp.up_proj`; `*` matches anything) to a style's name or a
-    torch `ParallelStyle`, laid over the model's own. Raises ValueError when tp > 1 and the model declares nothing, when
-    a style or module is not understood, when a pattern matches no module, or when a block would be split by half.
+    torch `ParallelStyle`, laid over the model's own. Raises ValueError when a style or module is not understood, when a
+    pattern matches no module, or when a block would be split by half.
     """
     anatomy = dissect(model)
-    _refuse_experts(model)
+    _refuse_router_loss(model)
     if config.pp > 1:
         _refuse_loose_modules(model, anatomy)
-    roles = _leaf_styles(model, anatomy, _declared_styles(model) if config.tp > 1 else {})
-    leaves = dict(roles)
+    blocks = _blocks(model, anatomy) if config.tp > 1 else {}
+    roles = _roles(model, anatomy, blocks, config)
+    entries = dict(roles)
     if overrides != "auto":
-        _lay_over(leaves, model, overrides, config.tp)
-    blocks = _blocks(roles, leaves, config)
-    entries = _outside_styles(model, leaves, blocks, config) | dict.fromkeys(blocks, "block")
+        _lay_over(entries, model, overrides, config.tp)
+        _keep_whole(entries, blocks)
     if config.tp > 1:
-        _check_modules(model, anatomy, entries)
-        _check_sequence_shards(model, anatomy, entries)
+        _check_head(model, anatomy)
     order = {n: i for i, (n, _) in enumerate(model.named_modules())}
     entries = dict(sorted(entries.items(), key=lambda item: order[item[0]]))
-    return Plan(entries, anatomy, roles, {n: _own_shapes(model.get_submodule(n)) for n in entries})
+    return Plan(entries, anatomy, roles, blocks, {n: _own_shapes(model.get_submodule(n)) for n in entries})
 
 
-def _refuse_experts(model: PreTrainedModel) -> None:
+def _refuse_router_loss(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
-    for name in _EXPERT_COUNTS:
-        if (getattr(config, name, None) or 0) > 1:
-            raise ValueError(
-                f"{type(model).__name__} has {getattr(config, name)} experts ({name}); mixtures of experts are not "
-                "supported yet"
-            )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__}'s config asks for the router's balance loss (output_router_logits), which meshpar "
+            "does not add yet; set output_router_logits to false in the model's config"
+        )
 
 
 def _refuse_loose_modules(model: PreTrainedModel, anatomy: Anatomy) -> None:
@@ -138,100 +146,84 @@ def _refuse_loose_modules(model: PreTrainedModel, anatomy: Anatomy) -> None:
             )
 
 
+def layer_children(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[tuple[str, nn.Module]]:
+    """Full name and module of what each decoder layer calls: its children, those of lists one by one."""
+    for index in range(anatomy.num_layers):
+        pending = list(reversed([*_named_children(model, anatomy.layer(index))]))
+        while pending:
+            name, module = pending.pop()
+            if isinstance(module, nn.ModuleList):
+                pending += reversed([*_named_children(model, name)])
+            else:
+                yield name, module
+
+
+def _named_children(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    return ((f"{name}.{n}", m) for n, m in model.get_submodule(name).named_children())
+
+
+def _blocks(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, Block]:
+    """The children of decoder layers that tp can split."""
+    declared = _declared_styles(model)
+    blocks = {}
+    for name, module in layer_children(model, anatomy):
+        inside = {n: declared_style(declared, f"{name}.{n}") for n, _ in module.named_children()}
+        found = recognise(module, {n: style for n, style in inside.items() if style})
+        if found is not None:
+            blocks[name] = found
+    return blocks
+
+
 def _declared_styles(model: PreTrainedModel) -> dict[str, str]:
-    """The model's own declaration: full module pattern -> transformers' style string."""
-    base_plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None)
-    if not base_plan:
-        raise ValueError(
-            f"{type(model).__name__} declares no tensor-parallel plan (base_model_tp_plan), so tp must be 1; "
-            "pp, dp_shard and dp_replicate work"
-        )
-    return {f"{model.base_model_prefix}.{pattern}": style for pattern, style in base_plan.items()}
+    """The model's own tensor-parallel declaration: full module pattern -> transformers' style string."""
+    declared = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    return {f"{model.base_model_prefix}.{pattern}": style for pattern, style in declared.items()}
+
+
+def declared_style(declared: Mapping[str, str], name: str) -> str | None:
+    """What a declaration says of a module or parameter: `*` is a layer's index, a pattern names it in full."""
+    matches = (s for pattern, s in declared.items() if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name))
+    return next(matches, None)
 
 
 def _own_shapes(module: nn.Module) -> str:
     return ", ".join(f"{n} {list(p.shape)}" for n, p in module.named_parameters(recurse=False))
 
 
-def _leaf_styles(model: PreTrainedModel, anatomy: Anatomy, declared: dict[str, str]) -> dict[str, Style]:
-    """Every module with parameters of its own -> what the model declares for it, else "replicate"."""
-    owners = [n for n, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
-    return {name: _one(model, anatomy, name, declared) for name in owners}
-
-
-def _blocks(roles: dict[str, Style], leaves: dict[str, Style], config: ParallelConfig) -> list[str]:
-    """Modules that close with a rowwise projection: where activations are whole at the entry and summed at the exit."""
-    blocks = []
-    for block in dict.fromkeys(n.rpartition(".")[0] for n, role in roles.items() if role == "rowwise"):
-        inside = {
-            n: leaves[n] for n, role in roles.items() if n.startswith(block + ".") and role in ("colwise", "rowwise")
-        }
-        whole = [n for n, style in inside.items() if style in ("replicate", "sequence_parallel")]
-        if not whole:
-            blocks.append(block)
-        elif len(whole) < len(inside):
-            split = next(n for n in inside if n not in whole)
-            raise ValueError(
-                f"plan keeps {whole[0]} whole but splits {split}; a block's projections split together or not at all"
-            )
-        elif config.sequence_parallel:
-            raise ValueError(
-                f"plan keeps all of {block} whole, but under sequence parallelism it would see one shard of the "
-                "sequence; set sequence_parallel to false"
-            )
-    return blocks
-
-
-def _outside_styles(
-    model: PreTrainedModel, leaves: dict[str, Style], blocks: list[str], config: ParallelConfig
+def _roles(
+    model: PreTrainedModel, anatomy: Anatomy, blocks: Mapping[str, Block], config: ParallelConfig
 ) -> dict[str, Style]:
-    """Refine "replicate": norms over split heads inside blocks, sequence shards outside them."""
-    entries = dict(leaves)
-    for name, style in leaves.items():
-        inside = any(name.startswith(b + ".") for b in blocks)
-        if style == "replicate" and inside and _spans_colwise(model, name, leaves):
-            entries[name] = "colwise_norm"
-        elif style == "replicate" and not inside and config.tp > 1 and config.sequence_parallel:
-            entries[name] = "sequence_parallel"
-    return entries
+    """The style of every module with parameters of its own, of every block and of what runs whole."""
+    owners = [n for n, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
+    roles: dict[str, Style] = dict.fromkeys(owners, "replicate")
+    if config.tp == 1:
+        return roles
+    if config.sequence_parallel:
+        after = tuple(f"{n}." for n in anatomy.tail)
+        sharded = (n for n in owners if anatomy.layer_index(n) is not None or f"{n}.".startswith(after))
+        roles |= dict.fromkeys(sharded, "sequence_parallel")
+    for name, module in layer_children(model, anatomy):
+        if name in blocks:
+            roles |= dict.fromkeys((n for n in owners if n.startswith(f"{name}.")), "replicate")
+            roles |= {f"{name}.{n}": style for n, style in blocks[name].styles.items()}
+            roles[name] = "block" if blocks[name].exit == "rowwise" else "block_sum"
+        elif any(p.ndim > 1 for p in module.parameters()):
+            roles |= dict.fromkeys((n for n in owners if n.startswith(f"{name}.")), "replicate")
+            roles[name] = "whole"
+    embedding = "embedding_rowwise" if _is_lookup(model.get_submodule(anatomy.embedding)) else "replicate"
+    return roles | {anatomy.embedding: embedding, anatomy.head: "vocab_head"}
 
 
-def _one(model: PreTrainedModel, anatomy: Anatomy, name: str, declared: dict[str, str]) -> Style:
-    if not declared:
-        return "replicate"
-    if name == anatomy.embedding:
-        return "embedding_rowwise"
-    if name == anatomy.head:
-        return "vocab_head"
-    found = [style for pattern, style in declared.items() if _matches(pattern, name)]
-    if not found:
-        return "replicate"
-    if found[0] not in _FROM_TRANSFORMERS:
-        raise ValueError(
-            f"{type(model).__name__}'s plan gives {name} the style {found[0]!r}, which meshpar does not support yet "
-            f"(supported: {', '.join(sorted(_FROM_TRANSFORMERS))}); tp must be 1 for this model"
-        )
-    return _FROM_TRANSFORMERS[found[0]]
+def _is_lookup(embedding: nn.Module) -> bool:
+    """Whether the embedding is one table and nothing that must see the rows summed over the ranks."""
+    return isinstance(embedding, nn.Embedding) and [n for n, _ in embedding.named_parameters()] == ["weight"]
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """transformers' patterns: `*` is a layer index; the pattern names the module itself."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
-
-
-def _spans_colwise(model: PreTrainedModel, name: str, entries: dict[str, Style]) -> bool:
-    """Whether a vector-shaped module is as long as a split projection beside it (a norm over all heads)."""
-    shapes = [tuple(p.shape) for p in model.get_submodule(name).parameters(recurse=False)]
-    prefix = name.rpartition(".")[0] + "."
-    siblings = [model.get_submodule(n) for n, s in entries.items() if s == "colwise" and n.startswith(prefix)]
-    head_dim = getattr(model.get_submodule(prefix[:-1]), "head_dim", None)
-    widths = {s.out_features for s in siblings if isinstance(s, nn.Linear)}
-    return len(shapes) == 1 and len(shapes[0]) == 1 and shapes[0][0] in widths and shapes[0][0] != head_dim
-
-
-def _lay_over(leaves: dict[str, Style], model: PreTrainedModel, overrides: str | Mapping[str, Style], tp: int) -> None:
+def _lay_over(entries: dict[str, Style], model: PreTrainedModel, overrides: str | Mapping[str, Style], tp: int) -> None:
     if isinstance(overrides, str):
         raise ValueError(f'plan is {overrides!r}; it must be "auto" or a dict from module-name pattern to style')
+    leaves = [n for n in entries if next(model.get_submodule(n).parameters(recurse=False), None) is not None]
+    roles = dict(entries)
     for pattern, style in overrides.items():
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(
@@ -246,50 +238,56 @@ def _lay_over(leaves: dict[str, Style], model: PreTrainedModel, overrides: str |
         if not matched:
             raise ValueError(f"plan[{pattern!r}] matches no module of {type(model).__name__} that holds parameters")
         for name in matched if tp > 1 else ():
-            _check_override(name, leaves[name], style)
-            leaves[name] = style
+            _check_override(name, roles[name], style)
+            entries[name] = style
 
 
 def _check_override(name: str, role: Style, style: Style) -> None:
     """What a module does in its block is the model's own doing; a caller may keep it whole or split it another way."""
-    allowed = ("replicate", "sequence_parallel") if role == "replicate" else ("replicate", role)
-    if role in ("embedding_rowwise", "vocab_head"):
-        allowed = (role,)
-    elif isinstance(style, ParallelStyle):
-        return
+    if role in ("colwise", "rowwise"):
+        if isinstance(style, ParallelStyle):
+            return
+        allowed: tuple[Style, ...] = ("replicate", role)
+    else:
+        allowed = (role, "replicate") if role in ("experts", "colwise_norm", "by_head") else (role,)
+        if role == "replicate" and isinstance(style, ParallelStyle):
+            return
     if style not in allowed:
         raise ValueError(
             f"plan gives {name} the style {_style_name(style)!r}, but it can only be {' or '.join(map(repr, allowed))}"
-            + ("" if role in ("embedding_rowwise", "vocab_head") else " or a torch ParallelStyle")
+            + (" or a torch ParallelStyle" if role in ("colwise", "rowwise", "replicate") else "")
         )
 
 
-def _check_sequence_shards(model: PreTrainedModel, anatomy: Anatomy, entries: dict[str, Style]) -> None:
-    """Under sequence parallelism what lies outside blocks sees one shard of the sequence: only norms may."""
-    for name, style in entries.items():
-        matrices = [n for n, p in model.get_submodule(name).named_parameters(recurse=False) if p.ndim > 1]
-        if style == "sequence_parallel" and matrices and anatomy.layer_index(name) is not None:
+def _keep_whole(entries: dict[str, Style], blocks: dict[str, Block]) -> None:
+    """A block none of whose projections is split any more runs whole; one with some of them left is refused."""
+    for name, block in list(blocks.items()):
+        inside = [f"{name}.{n}" for n, style in block.styles.items() if style in _SPLIT]
+        whole = [n for n in inside if entries[n] == "replicate"]
+        if not whole:
+            continue
+        if len(whole) < len(inside):
+            split = next(n for n in inside if n not in whole)
             raise ValueError(
-                f"{type(model).__name__}'s {name} lies outside its tensor-parallel blocks and may mix positions; "
-                "set sequence_parallel to false"
+                f"plan keeps {whole[0]} whole but splits {split}; a block's projections split together or not at all"
             )
+        entries |= {n: "replicate" for n in entries if n.startswith(f"{name}.")}
+        entries[name] = "whole"
+        del blocks[name]
 
 
-def _check_modules(model: PreTrainedModel, anatomy: Anatomy, entries: dict[str, Style]) -> None:
-    """Refuse what the styles cannot run: split modules that are no plain Linear, attention that is not q, k, v, o."""
-    for name, style in entries.items():
-        module = model.get_submodule(name)
-        if style in ("colwise", "rowwise", "vocab_head") and not isinstance(module, nn.Linear):
-            raise ValueError(f"{name} is a {type(module).__name__}; the style {style!r} splits torch.nn.Linear only")
-    for index in range(anatomy.num_layers):
-        prefix = anatomy.layer(index) + "."
-        inside = {n[len(prefix) :] for n, s in entries.items() if n.startswith(prefix) and s == "colwise"}
-        fused = sorted(n for n in inside if re.search(r"qkv|query_key_value|gate_up|W_pack|c_attn", n))
-        if fused:
-            raise ValueError(
-                f"{type(model).__name__} fuses projections in {prefix}{fused[0]}; splitting fused projections over tp "
-                "is not supported yet, so tp must be 1 for this model"
-            )
+def _check_head(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    head = model.get_submodule(anatomy.head)
+    if anatomy.tied and not _is_lookup(model.get_submodule(anatomy.embedding)):
+        raise ValueError(
+            f"{type(model).__name__}'s embedding {anatomy.embedding} is more than a table and tied to the head, which "
+            "tensor parallelism splits; tp must be 1 for this model"
+        )
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"{type(model).__name__}'s head {anatomy.head} is a {type(head).__name__}; tensor parallelism splits the "
+            "vocabulary of a torch.nn.Linear only, so tp must be 1 for this model"
+        )
 
 
 def show(model: str, config: ParallelConfig | None = None) -> str:

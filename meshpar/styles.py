@@ -7,6 +7,7 @@ on the meta device here, so shrinking costs nothing; `weights` fills them later 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,8 +23,9 @@ from transformers import PreTrainedModel
 from . import comm
 from .config import ParallelConfig, torch_dtype
 from .dropout import apply_dropout
-from .layout import HeadLayout, Layout, even, heads, replicated
+from .layout import Layout, even, replicated
 from .plan import Plan, Style
+from .rules import Block
 
 
 @dataclass
@@ -51,6 +53,10 @@ class TensorParallel:
     def leave(self, x: Tensor) -> Tensor:
         """Out of a block: partial [b, seq_len, h] summed, and cut to this rank's shard under sequence parallelism."""
         return comm.scatter_sum(x, self.group) if self.sequence_parallel else comm.reduce_from(x, self.group)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Into a module that every rank runs alike: [b, shard, h] gathered to [b, seq_len, h]."""
+        return comm.gather_alike(x, self.group, self.seq_len) if self.sequence_parallel else x
 
     def split(self, x: Tensor) -> Tensor:
         """From whole [b, seq_len, h] to what lies between blocks."""
@@ -85,49 +91,77 @@ def apply_styles(
 ) -> dict[str, ParamSpec]:
     """Apply ``plan`` in place to a meta-device ``model``; returns parameter name -> `ParamSpec` for all of it."""
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-    layouts = _Layouts(model, plan, tp.size)
+    layouts = {n: _layout(n, shape, plan, tp.size) for n, shape in shapes.items()}
     if tp.size > 1:
         for name, module in list(model.named_modules()):
             if name in plan:
                 _apply(name, module, plan, tp, layouts)
+        for name, block in plan.blocks.items():
+            _show_own_heads(model.get_submodule(name), block, tp.size)
         apply_dropout(model, plan, tp)
-    blocks = [n for n, style in plan.items() if style == "block"]
-    specs = {n: _spec(n, shape, model, plan, tp, layouts, blocks) for n, shape in shapes.items()}
+    specs = {n: _spec(n, shape, model, plan, tp, layouts[n]) for n, shape in shapes.items()}
     _shrink(model, specs, torch_dtype(config.param_dtype))
     return specs
 
 
-def _apply(name: str, module: nn.Module, plan: Plan, tp: TensorParallel, layouts: _Layouts) -> None:
+def _layout(name: str, shape: tuple[int, ...], plan: Plan, size: int) -> Layout:
+    """How a parameter lies on the tp group by meshpar's own styles."""
+    owner, block = name.rpartition(".")[0], plan.block_of(name)
+    style = plan[owner]
+    if style in ("embedding_rowwise", "vocab_head"):
+        return even(shape[0], size)
+    if block is None or not isinstance(style, str) or plan.roles[owner] != style:
+        return replicated(size)
+    cut = plan.blocks[block].cuts.get(name.removeprefix(f"{block}."))
+    return cut.layout(size, plan.blocks[block].head_layout(size)) if cut else replicated(size)
+
+
+def _apply(name: str, module: nn.Module, plan: Plan, tp: TensorParallel, layouts: dict[str, Layout]) -> None:
     style = plan[name]
     if isinstance(style, ParallelStyle):
         _apply_torch_style(module, style, plan.roles.get(name), tp)
-    else:
-        _APPLY[style](module, tp, layouts.of(name))
-    if style == "block" and hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = layouts.kv_groups
+        return
+    block = plan.block_of(name)
+    if style == "rowwise" and block is not None and plan.blocks[block].exit == "output":
+        return  # its part of the sum leaves with the block's output
+    _APPLY[style](module, tp, layouts.get(f"{name}.weight", replicated(tp.size)))
+
+
+# What attention modules call their numbers of heads.
+_Q_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+
+
+def _show_own_heads(module: nn.Module, block: Block, size: int) -> None:
+    """A block's code that counts heads must count those of this rank."""
+    own = block.head_layout(size)
+    if own is None or block.heads is None:
+        return
+    q_heads, kv_heads = block.heads
+    counts = dict.fromkeys(_Q_HEADS, (q_heads, own.q.local)) | dict.fromkeys(_KV_HEADS, (kv_heads, own.kv.local))
+    counts["num_key_value_groups"] = (q_heads // kv_heads, own.q.local // own.kv.local)
+    holders = [module]
+    if hasattr(module, "config"):
+        module.config = copy.copy(module.config)
+        holders.append(module.config)
+    for holder in holders:
+        for name, (whole, local) in counts.items():
+            if getattr(holder, name, None) == whole:
+                setattr(holder, name, local)
 
 
 def _spec(
-    name: str,
-    shape: tuple[int, ...],
-    model: nn.Module,
-    plan: Plan,
-    tp: TensorParallel,
-    layouts: _Layouts,
-    blocks: list[str],
+    name: str, shape: tuple[int, ...], model: nn.Module, plan: Plan, tp: TensorParallel, layout: Layout
 ) -> ParamSpec:
     owner, _, leaf = name.rpartition(".")
-    style, param = plan[owner], model.get_parameter(name)
+    param = model.get_parameter(name)
     if isinstance(param, DTensor):
         return ParamSpec(shape, _torch_layout(name, param, tp.size))
-    if isinstance(style, ParallelStyle):
-        style = "replicate"
-    layout = layouts.of(owner) if isinstance(plan[owner], str) else replicated(tp.size)
-    own = _param_layout(style, leaf, layout, tp.size)
-    inside = any(owner.startswith(b + ".") for b in blocks) and not (style == "rowwise" and leaf == "bias")
-    return ParamSpec(
-        shape, own, own.copies and (inside or tp.sequence_parallel), style == "rowwise" and _is_padded(layout)
-    )
+    block = plan.block_of(name)
+    after_sum = plan.roles[owner] == "rowwise" and leaf == "bias" and layout.dim is None
+    on_shards = tp.sequence_parallel and (after_sum or plan[owner] == "sequence_parallel")
+    partial = on_shards or (block is not None and not after_sum)
+    return ParamSpec(shape, layout, layout.copies and tp.size > 1 and partial, layout.padded)
 
 
 def _torch_layout(name: str, param: DTensor, size: int) -> Layout:
@@ -140,18 +174,6 @@ def _torch_layout(name: str, param: DTensor, size: int) -> Layout:
             f"splits unevenly over tp={size}; use meshpar's own style there"
         )
     return even(param.shape[placement.dim], size, placement.dim)
-
-
-def _is_padded(layout: Layout) -> bool:
-    return any(b - a < layout.local for a, b in layout.spans)
-
-
-def _param_layout(style: str, leaf: str, layout: Layout, size: int) -> Layout:
-    if style == "rowwise":
-        return layout.along(1) if leaf == "weight" else replicated(size)
-    if style in ("colwise", "vocab_head", "embedding_rowwise", "colwise_norm"):
-        return layout
-    return replicated(size)
 
 
 def _shrink(model: nn.Module, specs: dict[str, ParamSpec], dtype: torch.dtype) -> None:
@@ -167,43 +189,6 @@ def _shrink(model: nn.Module, specs: dict[str, ParamSpec], dtype: torch.dtype) -
         model.get_submodule(owner).register_parameter(leaf, new[param])
 
 
-class _Layouts:
-    """Module name -> the layout of the dimension its style splits."""
-
-    def __init__(self, model: PreTrainedModel, plan: Plan, size: int) -> None:
-        self.model, self.plan, self.size = model, plan, size
-        config = model.config.get_text_config()
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.q_heads, self.kv_heads = config.num_attention_heads, kv_heads
-        self.heads: HeadLayout = heads(self.q_heads, self.kv_heads, size)
-        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-
-    def of(self, name: str) -> Layout:
-        style = self.plan[name]
-        if style in ("embedding_rowwise", "vocab_head"):
-            return even(self._width(name, style), self.size)
-        if style not in ("colwise", "rowwise", "colwise_norm", "block"):
-            return replicated(self.size)
-        block = name if style == "block" else name.rpartition(".")[0]
-        head_dim = self._head_dim(block)
-        if head_dim is None:
-            return replicated(self.size) if style == "block" else even(self._width(name, style), self.size)
-        is_kv = name.rpartition(".")[2] in ("k_proj", "v_proj", "k_norm")
-        return self.heads.kv(head_dim) if is_kv else self.heads.q(head_dim)
-
-    def _head_dim(self, block: str) -> int | None:
-        """The head dimension if ``block`` is attention with separate q, k and v projections."""
-        children = {n for n, _ in self.model.get_submodule(block).named_children()}
-        return self.model.get_submodule(block).head_dim if {"q_proj", "k_proj", "v_proj"} <= children else None
-
-    def _width(self, name: str, style: Style) -> int:
-        return self.shapes[f"{name}.weight"][1 if style == "rowwise" else 0]
-
-    @property
-    def kv_groups(self) -> int:
-        return self.heads.q_local // self.heads.kv_local
-
-
 def map_hidden(args: tuple, kwargs: dict, fn: Callable[[Tensor], Tensor]) -> tuple[tuple, dict]:
     """Apply ``fn`` to a decoder module's hidden states: its first positional argument, or ``hidden_states``."""
     if args:
@@ -215,6 +200,21 @@ def _enter_block(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
     module.register_forward_pre_hook(lambda _, args, kwargs: map_hidden(args, kwargs, tp.enter), with_kwargs=True)
 
 
+def _block_sum(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
+    _enter_block(module, tp, layout)
+    module.register_forward_hook(lambda _, args, out: _map_output(out, tp.leave))
+
+
+def _whole(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
+    module.register_forward_pre_hook(lambda _, args, kwargs: map_hidden(args, kwargs, tp.whole), with_kwargs=True)
+    module.register_forward_hook(lambda _, args, out: _map_output(out, tp.split))
+
+
+def _map_output(output: Tensor | tuple, fn: Callable[[Tensor], Tensor]) -> Tensor | tuple:
+    """Apply ``fn`` to the hidden states that a module returns, alone or first in a tuple."""
+    return (fn(output[0]), *output[1:]) if isinstance(output, tuple) else fn(output)
+
+
 def _rowwise(module: nn.Linear, tp: TensorParallel, layout: Layout) -> None:
     def forward(x: Tensor) -> Tensor:
         y = tp.leave(F.linear(x, module.weight))
@@ -224,7 +224,7 @@ def _rowwise(module: nn.Linear, tp: TensorParallel, layout: Layout) -> None:
 
 
 def _embedding(module: nn.Embedding, tp: TensorParallel, layout: Layout) -> None:
-    start, stop = layout.spans[tp.rank]
+    start, stop = layout.only.spans[tp.rank]
     if module.padding_idx is not None:
         inside = start <= module.padding_idx < stop
         module.padding_idx = module.padding_idx - start if inside else None
@@ -233,7 +233,7 @@ def _embedding(module: nn.Embedding, tp: TensorParallel, layout: Layout) -> None
     def local_ids(_: nn.Module, args: tuple[Tensor]) -> Tensor:
         # Ids beyond the vocabulary are no rank's: left as they are, they fail the lookup, as in one process.
         elsewhere = (args[0] < start) | (args[0] >= stop)
-        absent.append(elsewhere & (args[0] >= 0) & (args[0] < layout.spans[-1][1]))
+        absent.append(elsewhere & (args[0] >= 0) & (args[0] < layout.only.spans[-1][1]))
         return (args[0] - start).masked_fill(absent[-1], 0)
 
     def sum_found(_: nn.Module, args: tuple, rows: Tensor) -> Tensor:
@@ -246,8 +246,8 @@ def _embedding(module: nn.Embedding, tp: TensorParallel, layout: Layout) -> None
 def _colwise_norm(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
     """RMSNorm over a dimension that is split: the mean square is summed over the ranks, each element counted once."""
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    total, real = layout.spans[-1][1], layout.real(tp.rank)
-    counted = real if layout.is_first_copy(tp.rank) else 0
+    total, real = layout.only.spans[-1][1], layout.only.real(tp.rank)
+    counted = real if layout.only.is_first_copy(tp.rank) else 0
 
     def forward(x: Tensor) -> Tensor:
         wide = x.float()
@@ -264,9 +264,13 @@ def _nothing(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
 _APPLY: dict[str, Callable[..., None]] = {
     "embedding_rowwise": _embedding,
     "block": _enter_block,
+    "block_sum": _block_sum,
+    "whole": _whole,
     "colwise": _nothing,
     "rowwise": _rowwise,
+    "experts": _nothing,
     "colwise_norm": _colwise_norm,
+    "by_head": _nothing,
     "replicate": _nothing,
     "sequence_parallel": _nothing,
     "vocab_head": _enter_block,

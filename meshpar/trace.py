@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .layout import Layout
 from .model import ParallelModel
+from .plan import Plan
 from .split import Hole
 
 # Outputs of the same module in float32 in another order of summation; a wrong one is off by far more.
@@ -81,7 +82,7 @@ def _join_tp(parallel: ParallelModel, name: str, parts: list[Tensor]) -> Tensor:
         return parts[0]
     if style in ("colwise", "vocab_head", "colwise_norm"):
         return _join_features(parts, layout)
-    inside = any(name.startswith(b + ".") for b, s in parallel.plan.items() if s == "block")
+    inside = parallel.plan.block_of(name) not in (None, name)
     sharded = style != "embedding_rowwise" and not (inside and style != "rowwise")
     if sharded and parallel._runner.tp.sequence_parallel:
         return torch.cat(parts, dim=1)[:, : parallel._runner.tp.seq_len]
@@ -89,19 +90,31 @@ def _join_tp(parallel: ParallelModel, name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _join_features(parts: list[Tensor], layout: Layout) -> Tensor:
-    spans = layout.spans
-    kept = [p[..., : b - a] for r, (p, (a, b)) in enumerate(zip(parts, spans, strict=True)) if layout.is_first_copy(r)]
-    return torch.cat(kept, dim=-1)
+    """A rank's features lie as its weight's rows do."""
+    found = [
+        (s.origin, own[..., s.start : s.real])
+        for rank, own in enumerate(parts)
+        for s in layout.stored(rank, (0, layout.local))
+        if s.part.is_first_copy(rank)
+    ]
+    return torch.cat([piece for _, piece in sorted(found, key=lambda item: item[0])], dim=-1)
 
 
 def comparable(parallel: ParallelModel) -> list[str]:
-    """Modules whose outputs can be put back together: all but those a block keeps whole and uses on its own heads."""
-    blocks = [b for b, style in parallel.plan.items() if style == "block"]
-    names = [
-        n for n, style in parallel.plan.items()
-        if not (style == "replicate" and any(n.startswith(b + ".") for b in blocks))
-    ]  # fmt: skip
-    return names + [parallel.plan.anatomy.layer(i) for i in range(parallel.plan.anatomy.num_layers)]
+    """Modules whose outputs can be put back together; not what a block uses on its own heads, or sums only later."""
+    plan = parallel.plan
+    whole = tuple(f"{n}." for n, style in plan.items() if style == "whole")
+    names = [n for n in plan if not n.startswith(whole) and _can_be_joined(plan, n)]
+    return names + [plan.anatomy.layer(i) for i in range(plan.anatomy.num_layers)]
+
+
+def _can_be_joined(plan: Plan, name: str) -> bool:
+    block = plan.block_of(name)
+    if block in (None, name):
+        return True
+    return plan[name] in ("colwise", "colwise_norm") or (
+        plan.roles[name] == "rowwise" and plan.blocks[block].exit == "rowwise"
+    )
 
 
 def run_order(reference: PreTrainedModel, batch: Mapping[str, Tensor], names: list[str]) -> Recorded:

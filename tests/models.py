@@ -74,7 +74,8 @@ def make_batch(rows: int = 8, seq: int = 16, vocab: int = 96, seed: int = 1, kin
 def reference_loss(model: PreTrainedModel, batch: dict) -> torch.Tensor:
     """Sum of token losses over the number of counted tokens, of the unmodified model on the whole batch."""
     inputs = {k: v for k, v in batch.items() if k != "labels"}
-    logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+    logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     targets = batch["labels"][:, 1:].flatten()
     total = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
     return total / (targets != -100).sum().clamp(min=1)

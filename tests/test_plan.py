@@ -40,7 +40,6 @@ def test_norms_are_sharded_over_the_sequence_only_with_sequence_parallelism():
         ({"model.layers.*.mlp.up_proj": "rowwise"}, "can only be 'replicate' or 'colwise'"),
         ({"model.layers.0.mlp.up_proj": "sideways"}, "the styles are"),
         ({"model.layers.0.mlp.up_proj": "replicate"}, "split together or not at all"),
-        ({"model.layers.*.mlp.*": "replicate"}, "set sequence_parallel to false"),
         ({"model.norm": SequenceParallel()}, "set sequence_parallel in the config"),
         ("manual", 'must be "auto" or a dict'),
     ],
@@ -55,6 +54,7 @@ def test_overrides_that_cannot_work_are_refused(overrides, message):
     ("overrides", "sequence_parallel"),
     [
         ({"model.layers.*.mlp.*": "replicate"}, False),
+        ({"model.layers.*.mlp.*": "replicate"}, True),
         ({"model.layers.1.self_attn.*": "replicate"}, False),
         ({"*.up_proj": ColwiseParallel(), "*.gate_proj": ColwiseParallel(), "*.down_proj": RowwiseParallel()}, True),
         ({"*.up_proj": ColwiseParallel(), "*.down_proj": RowwiseParallel()}, False),
@@ -75,11 +75,7 @@ def test_named_parameters_are_dtensors_of_the_whole_parameter(pool):
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [
-        ("gpt2", dict(tp=2), "declares no tensor-parallel plan"),
         ("gpt2", dict(tp=1, pp=2), "transformer.wpe.weight outside its embedding"),
-        ("phi3", dict(tp=2), "fuses projections in model.layers.0.mlp.gate_up_proj"),
-        ("mixtral", dict(tp=2), "8 experts"),
-        ("mixtral", dict(tp=1), "8 experts"),
     ],
 )
 def test_models_not_supported_yet_are_refused_by_name(family, sizes, message):

@@ -1,0 +1,74 @@
+"""What the workers run for the sweep over every causal model type."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+
+import meshpar
+from tests import models
+from tests.jobs import rows_of_rank
+from tests.tiny_families import tiny_model
+
+
+LOSS_BAR, GRADIENT_BAR = 1e-6, 1e-5
+
+
+def family_batch(rows: int = 4, seq: int = 16) -> dict:
+    """Whole rows, of which uneven numbers of tokens count."""
+    batch = models.make_batch(rows, seq)
+    for row in range(rows):
+        batch["labels"][row, : 2 + 3 * row] = -100
+    return batch
+
+
+def outcome(model_type: str, config: dict) -> dict:
+    """How far the mesh is from one process on rank 0 ({} elsewhere), or why construction refused."""
+    source, batch = tiny_model(model_type), family_batch()
+    try:
+        model = meshpar.parallelize_model(source, meshpar.ParallelConfig(**config, compute_dtype="float32"))
+    except ValueError as error:
+        return {"refused": str(error)}
+    loss = model.forward_backward(rows_of_rank(batch, model.mesh)).item()
+    grads, norm = dict(model.full_tensors("grad")), model.grad_norm().item()
+    if dist.get_rank() > 0:
+        return {}
+    source.zero_grad()
+    expected = models.reference_loss(source, batch)
+    expected.backward()
+    wanted = _gradients(source)
+    off = {n: models.relative(grads[n], g) for n, g in wanted.items()}
+    loss_off = abs(loss - expected.item())
+    if loss_off > LOSS_BAR or max(off.values()) > GRADIENT_BAR:
+        bars = _rounding(source, batch, expected.item(), wanted)
+    else:
+        bars = {}
+    over = {n: o / max(GRADIENT_BAR, 4 * bars.get(n, 0.0)) for n, o in off.items()}
+    worst = max(over, key=over.__getitem__)
+    return {
+        "ok": over[worst] <= 1 and loss_off <= max(LOSS_BAR, 4 * bars.get("loss", 0.0)),
+        "loss": loss_off,
+        "gradient": off[worst],
+        "worst": worst,
+        "norm": abs(norm / models.global_norm(wanted) - 1),
+    }
+
+
+def _gradients(model) -> dict[str, torch.Tensor]:
+    return {
+        n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad
+    }
+
+
+def _rounding(source, batch: dict, loss: float, wanted: dict) -> dict[str, float]:
+    """How far one process in float32 is from one in float64: where that is more than a bar, the mesh, which sums in
+    another order, cannot be held to the bar."""
+    exact = copy.deepcopy(source).double()
+    exact.set_experts_implementation("eager")  # grouped matmuls have no float64
+    exact.zero_grad()
+    value = models.reference_loss(exact, batch)
+    value.backward()
+    off = {n: models.relative(g.double(), _gradients(exact)[n]) for n, g in wanted.items()}
+    return off | {"loss": abs(value.item() - loss)}
