@@ -178,4 +178,4 @@ def split_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _pad_sequence(x: Tensor, size: int) -> Tensor:
     missing = -x.shape[1] % size
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing)) if missing else x

@@ -44,22 +44,21 @@ def check_shapes(model: PreTrainedModel, plan: Plan, tp: TensorParallel) -> None
     if tp.size == 1 or any(isinstance(style, ParallelStyle) for style in plan.values()):  # a caller's, with DTensors
         return
     tp.seq_len = 2 * tp.size
+    with _without_routing(model, plan), _sequence_shards(model, plan, tp):
+        failure = _failure(model, tp.seq_len)
+    # What stops the unmodified model too is not of the plan's making: code that cannot run without values.
+    if failure is not None and str(failure) != str(_failure(skeleton_from_config(model.config), tp.seq_len)):
+        raise ValueError(_message(model, tp, failure)) from failure
+
+
+def _failure(model: PreTrainedModel, seq_len: int) -> Exception | None:
     try:
-        with _without_routing(model, plan), _sequence_shards(model, plan, tp):
-            _run(model, tp.seq_len)
+        _run(model, seq_len)
     except _CANNOT_RUN:
-        return
+        return None
     except (RuntimeError, ValueError, IndexError) as error:
-        if _runs(skeleton_from_config(model.config), tp.seq_len):
-            raise ValueError(_message(model, tp, error)) from error
-
-
-def _runs(unmodified: PreTrainedModel, seq_len: int) -> bool:
-    try:
-        _run(unmodified, seq_len)
-    except (*_CANNOT_RUN, RuntimeError, ValueError, IndexError):
-        return False
-    return True
+        return error
+    return None
 
 
 def _run(model: PreTrainedModel, seq_len: int) -> None:

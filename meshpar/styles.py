@@ -207,7 +207,18 @@ def _block_sum(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
 
 def _whole(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
     module.register_forward_pre_hook(lambda _, args, kwargs: map_hidden(args, kwargs, tp.whole), with_kwargs=True)
-    module.register_forward_hook(lambda _, args, out: _map_output(out, tp.split))
+    module.register_forward_hook(lambda _, args, out: _split_output(out, tp))
+
+
+def _split_output(output: Tensor | tuple, tp: TensorParallel) -> Tensor | tuple:
+    """Everything that a module which runs whole returns for each position goes back to sequence shards."""
+    if not isinstance(output, tuple):
+        return tp.split(output)
+
+    def has_positions(x: object) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point() and x.shape[:2] == output[0].shape[:2]
+
+    return tuple(tp.split(x) if has_positions(x) else x for x in output)
 
 
 def _map_output(output: Tensor | tuple, fn: Callable[[Tensor], Tensor]) -> Tensor | tuple:
