@@ -164,7 +164,7 @@ def _named_children(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Modul
 
 def _blocks(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, Block]:
     """The children of decoder layers that tp can split."""
-    declared = _declared_styles(model)
+    declared = declared_styles(model)
     blocks = {}
     for name, module in layer_children(model, anatomy):
         inside = {n: declared_style(declared, f"{name}.{n}") for n, _ in module.named_children()}
@@ -174,7 +174,7 @@ def _blocks(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, Block]:
     return blocks
 
 
-def _declared_styles(model: PreTrainedModel) -> dict[str, str]:
+def declared_styles(model: PreTrainedModel) -> dict[str, str]:
     """The model's own tensor-parallel declaration: full module pattern -> transformers' style string."""
     declared = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
     return {f"{model.base_model_prefix}.{pattern}": style for pattern, style in declared.items()}

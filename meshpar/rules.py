@@ -141,6 +141,8 @@ _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
 _UP = ("up_proj", "gate_proj", "fc1", "c_fc", "w1", "w3", "fc_in", "dense_h_to_4h")
 _GATE_UP = ("gate_up_proj", "input_linear")
 _DOWN = ("down_proj", "fc2", "c_proj", "w2", "fc_out", "dense_4h_to_h", "output_linear")
+_LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "k_rope_only_layernorm")
+_INDEXERS = ("indexer", "indexers_proj")  # of sparse attention: they choose keys, alike on every rank
 _ROUTERS = ("gate", "router", "shared_expert_gate", "moe_statics")
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
@@ -227,7 +229,7 @@ def _latent_attention(block: nn.Module, declared: Mapping[str, str]) -> Block | 
     found.colwise(block, q, Units(q_heads, q_rows // q_heads, "q"))
     found.colwise(block, kv, Units(q_heads, kv_rows // q_heads, "q"))
     found.rowwise(block, out, Units(q_heads, out_columns // q_heads, "q"))
-    for name in ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"):
+    for name in (*_LATENT, *_INDEXERS):
         if isinstance(getattr(block, name, None), nn.Module):
             found.styles[name] = "replicate"
     _head_extras(block, found, q_heads, q_heads, q_rows, q_rows)

@@ -12,7 +12,6 @@ from tests import models
 from tests.jobs import rows_of_rank
 from tests.tiny_families import tiny_model
 
-
 LOSS_BAR, GRADIENT_BAR = 1e-6, 1e-5
 
 

@@ -1,0 +1,79 @@
+"""How much of a decoder layer's arithmetic tensor parallelism divides, by meshpar's plan and by transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .plan import Plan, declared_style, declared_styles, layer_children
+from .rules import OnFirst
+
+# transformers' styles whose matrix products are divided; those that gather or split replicate what lies between.
+_DIVIDED = {
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "packed_colwise",
+    "packed_rowwise",
+    "colwise_rep",
+    "rowwise_rep",
+}
+_OUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+SEQ_LEN = 4096  # of the attention scores
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parts of all decoder layers' multiply-adds, 0 to 1: divided by meshpar's plan and by transformers' own."""
+
+    meshpar: float
+    transformers: float
+
+
+def divided_share(model: PreTrainedModel, plan: Plan) -> Share:
+    """The share of the decoder layers' multiply-adds a token that tp divides, attention over `SEQ_LEN` included.
+
+    A matrix counts with its elements, stacked experts with the part of them that a token visits. Scans and
+    convolutions of recurrent layers count with their weights alone.
+    """
+    work = list(_work(model, plan))
+    total = sum(flops for flops, _, _ in work)
+    ours, theirs = (sum(flops for flops, *by in work if by[i]) for i in range(2))
+    return Share(ours / total, theirs / total) if total else Share(0.0, 0.0)
+
+
+def _work(model: PreTrainedModel, plan: Plan) -> Iterator[tuple[float, bool, bool]]:
+    """(multiply-adds a token, divided by meshpar, divided by transformers) of each matrix and attention."""
+    declared, visited = declared_styles(model), _visited_experts(model)
+    for name, param in model.named_parameters():
+        if param.ndim < 2 or plan.anatomy.layer_index(name) is None:
+            continue
+        block = plan.block_of(name)
+        cut = plan.blocks[block].cuts.get(name.removeprefix(f"{block}.")) if block else None
+        style = declared_style(declared, name) or declared_style(declared, name.rpartition(".")[0])
+        flops = param.numel() * (visited if param.ndim == 3 and "experts" in name else 1.0)
+        yield flops, cut is not None and not isinstance(cut, OnFirst), style in _DIVIDED
+    for name, module in layer_children(model, plan.anatomy):
+        out = next((n for n in _OUT if isinstance(getattr(module, n, None), nn.Linear)), None)
+        if out is not None and _has_heads(module):
+            by_heads = name in plan.blocks and plan.blocks[name].heads is not None
+            width = module.get_submodule(out).in_features
+            yield SEQ_LEN * width, by_heads, declared_style(declared, f"{name}.{out}") in ("rowwise", "rowwise_rep")
+
+
+def _has_heads(module: nn.Module) -> bool:
+    return any(hasattr(module, name) for name in ("head_dim", "head_size", "num_heads", "num_attention_heads"))
+
+
+def _visited_experts(model: PreTrainedModel) -> float:
+    """The part of the experts that a token visits."""
+    config = model.config.get_text_config()
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((n for n in (getattr(config, c, None) for c in counts) if isinstance(n, int) and n), None)
+    visits = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token")
+    chosen = next((n for n in (getattr(config, v, None) for v in visits) if isinstance(n, int) and n), None)
+    return chosen / experts if experts and chosen else 1.0
