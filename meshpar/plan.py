@@ -101,8 +101,6 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     """
     anatomy = dissect(model)
     _refuse_experts(model)
-    if config.pp > 1:
-        _refuse_loose_modules(model, anatomy)
     roles = _leaf_styles(model, anatomy, _declared_styles(model) if config.tp > 1 else {})
     leaves = dict(roles)
     if overrides != "auto":
@@ -124,17 +122,6 @@ def _refuse_experts(model: PreTrainedModel) -> None:
             raise ValueError(
                 f"{type(model).__name__} has {getattr(config, name)} experts ({name}); mixtures of experts are not "
                 "supported yet"
-            )
-
-
-def _refuse_loose_modules(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """Under pp every parameter has one stage; modules beside embedding, layers, last norm and head have none."""
-    placed = (anatomy.embedding, anatomy.head, *anatomy.tail)
-    for name, _ in model.named_parameters():
-        if anatomy.layer_index(name) is None and not name.startswith(tuple(f"{m}." for m in placed)):
-            raise ValueError(
-                f"{type(model).__name__} uses {name} outside its embedding, decoder layers, last norm and head; "
-                "splitting such a model into pipeline stages is not supported yet, so pp must be 1"
             )
 
 
