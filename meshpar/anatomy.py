@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from .config import num_layers
+
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Dotted module names inside the model: its list of decoder layers, the embedding and the head."""
+    """Dotted module names inside the model: its decoder layers, the embedding, what follows the layers, the head."""
 
     base: str
     layers: str
     num_layers: int
     embedding: str
+    tail: tuple[str, ...]
     head: str
     tied: bool
 
@@ -44,9 +47,16 @@ def dissect(model: PreTrainedModel) -> Anatomy:
         layers=names[layers],
         num_layers=len(layers),
         embedding=names[embedding],
+        tail=tuple(names[m] for m in _after(model.get_submodule(names[layers].rpartition(".")[0]), layers)),
         head=names[head],
         tied=getattr(head, "weight", None) is embedding.weight,
     )
+
+
+def _after(parent: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    children = list(parent.children())
+    following = children[children.index(layers) + 1 :]
+    return [m for m in following if next(m.parameters(), None) is not None]
 
 
 def _embedding(model: PreTrainedModel) -> nn.Module | None:
@@ -57,11 +67,11 @@ def _embedding(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The list as long as the config says, or of any length where none is; the least deep, then the one with most in it.
+    """The list as long as the config says, or of any length where none is; of several the least deep, then the largest.
 
-    Other lists of that length: experts in a layer, towers for images, norms that a model keeps beside its layers.
+    Others of that length are experts in a layer, towers for images, or norms that a model keeps beside its layers.
     """
-    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    wanted = num_layers(model.config.get_text_config())
     decoder = model.get_decoder()
     lists = list(_outermost_lists(decoder if isinstance(decoder, nn.Module) else model)) or list(
         _outermost_lists(model)

@@ -58,6 +58,7 @@ def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> Flow
     Raises ValueError where the forward depends on values, which tensors without data do not have.
     """
     label = type(model).__name__
+    _refuse_layerdrop(model)
     probe = _without_data(model, dtype)
     recorder = _Recorder(probe, anatomy)
     try:
@@ -79,6 +80,16 @@ def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> Flow
         tuple(recorder.shapes[0][2:]) if recorder.shapes else (),
         {i: f"{label} {why}" for i, why in sorted(recorder.uncut.items())},
     )
+
+
+def _refuse_layerdrop(model: PreTrainedModel) -> None:
+    for name, module in model.named_modules():
+        drop = getattr(module, "layerdrop", 0)
+        if isinstance(drop, float) and drop > 0:
+            raise ValueError(
+                f"{type(model).__name__} leaves out whole layers at random ({name}.layerdrop is {drop}), which a "
+                "pipeline cannot do; set layerdrop to 0 in its config"
+            )
 
 
 def _without_data(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -154,6 +165,7 @@ class _Recorder(NoData):
         self._spare: dict[int, int] = {}  # what a layer returned beside its hidden states
         self._running: list[str] = []
         self._calls: dict[str, set[str]] = {}
+        self._direct: list[list[str]] = []
         self._names: dict[int, list[str]] = {}
         for name, param in probe.named_parameters(remove_duplicate=False):
             self._names.setdefault(_storage(param), []).append(name)
@@ -175,7 +187,7 @@ class _Recorder(NoData):
         key = _storage(tensor)
         if key in self._names:
             return self._read_parameter(self._names[key])
-        if key in self._spare and self._phase != self._spare[key]:
+        if key in self._spare and isinstance(self._phase, str):  # on a later stage a hole gives None
             index = self._spare[key]
             why = f"uses what {self.anatomy.layer(index)} returns beside its hidden states"
             self._forbid(range(index + 1, self.anatomy.num_layers), why)
@@ -190,7 +202,7 @@ class _Recorder(NoData):
         if not outside or where not in (_BEFORE, _AFTER):
             self._forbid(self._all(), f"uses {names[0]} {where}, so that several stages would need it")
         elif not any(self._is_running(n) for n in outside):
-            self._forbid(self._all(), f"reads {names[0]} outside the module that holds it")
+            self._direct.append(outside)
         return frozenset({_START}) if self._phase == _BEFORE else frozenset()
 
     def _is_running(self, parameter: str) -> bool:
@@ -289,17 +301,21 @@ class _Recorder(NoData):
         if len(self.returns) != count:
             self.uncut = dict.fromkeys(self._all(), f"runs {len(self.returns)} of its {count} decoder layers")
         self._consume(self._labels.get(_storage(logits), ()), count - 1, "what follows the last layer needs")
+        before, after = self.parts()
+        for names in self._direct:
+            owners = {n.rpartition(".")[0] for n in names}
+            if not owners & {*before, *after}:  # of a part itself, a blank shows the weight's shape and type
+                self._forbid(self._all(), f"reads {names[0]} outside the module that holds it")
         for names in self._names.values():
-            self._check_shared(names)
+            self._check_shared(names, before, after)
 
-    def _check_shared(self, names: list[str]) -> None:
+    def _check_shared(self, names: list[str], before: list[str], after: list[str]) -> None:
         layers = sorted({i for i in map(self.anatomy.layer_index, names) if i is not None})
         outside = [n for n in names if self.anatomy.layer_index(n) is None]
         if layers and outside:
             self._forbid(self._all(), f"shares {names[0]} between decoder layers and what is around them")
         elif layers:
             self._forbid(range(layers[0] + 1, layers[-1] + 1), f"shares {names[0]} between layers {layers}")
-        before, after = self.parts()
         ends = [[n for n in outside if _inside(n, parts)] for parts in (before, after)]
         if all(ends) and ends[0] != [f"{self.anatomy.embedding}.weight"]:
             self._forbid(self._all(), f"shares {ends[0][0]} between its first and its last stage")

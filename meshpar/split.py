@@ -8,18 +8,18 @@ has parameters before the first layer gives blanks on later stages; the forward 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble, get_schedule_class
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
-from .config import ParallelConfig
+from .config import ParallelConfig, check_layers
 from .flow import Flow, NoData
 from .styles import TensorParallel, map_hidden
 
@@ -96,6 +96,7 @@ def stage_ranges(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfi
 
     Raises ValueError where a stage would start with a layer that needs more than hidden states.
     """
+    check_layers(config, anatomy.num_layers)
     count = config.num_stages if config.pp > 1 else 1
     given = list(config.stage_layers) if config.stage_layers and config.pp > 1 else None
     layers = given or balance(*layer_costs(model, anatomy), count, flow.uncut)
@@ -186,19 +187,21 @@ class Blank(Hole):
     from it end at the injection.
     """
 
-    dtype: torch.dtype = torch.float32
+    dtype, device = torch.float32, torch.device("meta")
+
+    def __getattr__(self, name: str):
+        return self._zeros(super().__getattr__(name), Tensor.expand)  # of a weight, its device or type is read
 
     def forward(self, *args, **kwargs):
-        device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-
-        def zeros(out):
-            if not isinstance(out, Tensor):
-                return out
-            return torch.zeros(out.shape, dtype=self.dtype if out.is_floating_point() else out.dtype, device=device)
-
         args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
         with torch.no_grad(), NoData():
-            return tree_map(zeros, self._stands_for[0](*args, **kwargs))
+            return tree_map(self._zeros, self._stands_for[0](*args, **kwargs))
+
+    def _zeros(self, value, spread: Callable[[Tensor, torch.Size], Tensor] = Tensor.new_zeros):
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        dtype = self.dtype if value.is_floating_point() else value.dtype
+        return spread(torch.zeros((), dtype=dtype, device=self.device), value.shape)
 
 
 @dataclass
@@ -215,7 +218,7 @@ class Stage:
         """Have ``hidden`` injected by the next forward."""
         self.injection.received = hidden
         for blank in self.blanks:
-            blank.dtype = hidden.dtype
+            blank.dtype, blank.device = hidden.dtype, hidden.device
 
     @contextmanager
     def active(self) -> Iterator[None]:
