@@ -165,7 +165,7 @@ class _Recorder(NoData):
         self._spare: dict[int, int] = {}  # what a layer returned beside its hidden states
         self._running: list[str] = []
         self._calls: dict[str, set[str]] = {}
-        self._direct: list[list[str]] = []
+        self._direct: list[tuple[str, list[str]]] = []
         self._names: dict[int, list[str]] = {}
         for name, param in probe.named_parameters(remove_duplicate=False):
             self._names.setdefault(_storage(param), []).append(name)
@@ -174,6 +174,8 @@ class _Recorder(NoData):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = list(_tensors((args, kwargs)))
+        if func._schema.is_mutable and self._output is not None:
+            self._check_in_place(func, args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         reads = func.overloadpacket not in _READS_SHAPE_ONLY
         labels = frozenset().union(*(self._read(t) for t in given)) if reads else frozenset()
@@ -182,6 +184,14 @@ class _Recorder(NoData):
         for tensor in _tensors(out):
             self._add(tensor, labels)
         return out
+
+    def _check_in_place(self, func, args: tuple) -> None:
+        """What a stage sends must still be what its last layer returned when its forward ends, a little later."""
+        index = len(self.returns)
+        slots = zip(args, func._schema.arguments, strict=False)
+        written = _tensors([a for a, slot in slots if slot.alias_info is not None and slot.alias_info.is_write])
+        if any(_storage(t) == _storage(self._output) for t in written) and index < self.anatomy.num_layers:
+            self._forbid([index], f"changes what {self.anatomy.layer(index - 1)} returned in place")
 
     def _read(self, tensor: Tensor) -> frozenset[int]:
         key = _storage(tensor)
@@ -202,7 +212,7 @@ class _Recorder(NoData):
         if not outside or where not in (_BEFORE, _AFTER):
             self._forbid(self._all(), f"uses {names[0]} {where}, so that several stages would need it")
         elif not any(self._is_running(n) for n in outside):
-            self._direct.append(outside)
+            self._direct.append((self._phase, outside))
         return frozenset({_START}) if self._phase == _BEFORE else frozenset()
 
     def _is_running(self, parameter: str) -> bool:
@@ -277,7 +287,10 @@ class _Recorder(NoData):
         for tensor in _tensors(others):
             self._add(tensor, frozenset())
             self._spare[_storage(tensor)] = index
-        self._spare.pop(_storage(first), None)
+        if self._spare.pop(_storage(first), None) == index:
+            self._forbid(
+                self._all(), f"returns its hidden states and more in one tensor from {self.anatomy.layer(index)}"
+            )
         self._add(first, frozenset())
         self._labels[_storage(first)] = frozenset({index})
         self._output = first
@@ -302,9 +315,10 @@ class _Recorder(NoData):
             self.uncut = dict.fromkeys(self._all(), f"runs {len(self.returns)} of its {count} decoder layers")
         self._consume(self._labels.get(_storage(logits), ()), count - 1, "what follows the last layer needs")
         before, after = self.parts()
-        for names in self._direct:
-            owners = {n.rpartition(".")[0] for n in names}
-            if not owners & {*before, *after}:  # of a part itself, a blank shows the weight's shape and type
+        for phase, names in self._direct:
+            blank = phase == _BEFORE and any(n.rpartition(".")[0] in before for n in names)  # a blank shows zeros
+            whole = phase == _AFTER and all(_inside(n, after) for n in names)
+            if not blank and not whole:
                 self._forbid(self._all(), f"reads {names[0]} outside the module that holds it")
         for names in self._names.values():
             self._check_shared(names, before, after)
@@ -317,8 +331,9 @@ class _Recorder(NoData):
         elif layers:
             self._forbid(range(layers[0] + 1, layers[-1] + 1), f"shares {names[0]} between layers {layers}")
         ends = [[n for n in outside if _inside(n, parts)] for parts in (before, after)]
-        if all(ends) and ends[0] != [f"{self.anatomy.embedding}.weight"]:
-            self._forbid(self._all(), f"shares {ends[0][0]} between its first and its last stage")
+        tied = [[f"{self.anatomy.embedding}.weight"], [f"{self.anatomy.head}.weight"]]
+        if all(ends) and ends != tied:
+            self._forbid(self._all(), f"shares {ends[0][0]} with {ends[1][0]}, on its first and its last stage")
 
     def parts(self) -> tuple[list[str], list[str]]:
         """Parts with parameters beside the layers: those that run before them (or never), and those that run after."""

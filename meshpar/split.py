@@ -335,7 +335,7 @@ class Runner(nn.Module):
             output = self._run(inputs)
             if (output is None) == stage.range.is_last or (stage.injection and stage.injection.received is not None):
                 raise RuntimeError(f"the forward of {type(self.model).__name__} left out a decoder layer")
-            return _differentiable(stage.captured) if output is None else output
+            return output if output is not None else _differentiable(stage.captured)
 
     def _run(self, inputs: dict[str, Tensor]) -> Tensor | None:
         """The model's logits, or None where the stage ends before them."""
@@ -346,5 +346,10 @@ class Runner(nn.Module):
 
 
 def _differentiable(hidden: Tensor) -> Tensor:
-    """A stage whose parameters are all frozen still gets a gradient sent back, and needs somewhere to put it."""
+    """Fit to be sent: a stage whose parameters are all frozen still gets a gradient back, and needs a place for it.
+
+    A schedule detaches what it has sent in place, which torch refuses for a view.
+    """
+    if hidden._is_view():
+        hidden = hidden.clone()
     return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.detach().requires_grad_()
