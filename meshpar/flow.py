@@ -180,7 +180,7 @@ class _Recorder(NoData):
         reads = func.overloadpacket not in _READS_SHAPE_ONLY
         labels = frozenset().union(*(self._read(t) for t in given)) if reads else frozenset()
         if isinstance(self._phase, int):
-            self._consume(labels, self._phase, f"{self.anatomy.layer(self._phase)} needs")
+            self._consume(labels, self._phase, self.anatomy.layer(self._phase))
         for tensor in _tensors(out):
             self._add(tensor, labels)
         return out
@@ -218,14 +218,12 @@ class _Recorder(NoData):
     def _is_running(self, parameter: str) -> bool:
         return any(parameter.startswith(f"{name}.") for name in self._running)
 
-    def _consume(self, labels: Iterable[int], layer: int, needs: str) -> None:
+    def _consume(self, labels: Iterable[int], layer: int, user: str) -> None:
         """What has label l at ``layer`` lies on one stage with it: a border after layer l + 1 would hold it back."""
         for label in labels:
-            origin = "what comes before the first layer" if label == _START else self.anatomy.layer(label)
-            self._forbid(
-                range(label + 2, layer + 1),
-                f"cannot be cut there: {needs} more of {origin} than the hidden states that layers hand on",
-            )
+            origin = "the embeddings" if label == _START else f"the output of {self.anatomy.layer(label)}"
+            why = f"cannot be cut there: besides its hidden states, {user} uses a value computed from {origin}"
+            self._forbid(range(label + 2, layer + 1), why)
 
     def _forbid(self, borders: Iterable[int], why: str) -> None:
         for border in borders:
@@ -278,7 +276,10 @@ class _Recorder(NoData):
         first, *others = out if several else (out,)
         if not isinstance(first, Tensor) or first.shape[:2] != (_ROWS, _SEQ_LEN):
             shape = [*getattr(first, "shape", ())]
-            self._forbid(self._all(), f"has layers that return {shape}, where [{_ROWS}, {_SEQ_LEN}, ...] went in")
+            why = (
+                f"has layers that return {shape} for ids of {[_ROWS, _SEQ_LEN]}; stages exchange [batch, seq, ...] only"
+            )
+            self._forbid(self._all(), why)
             first = torch.empty((_ROWS, _SEQ_LEN), device="meta")
         self.returns.append((type(out), len(out)) if several else None)
         self.shapes.append(first.shape)
@@ -313,7 +314,7 @@ class _Recorder(NoData):
         count = self.anatomy.num_layers
         if len(self.returns) != count:
             self.uncut = dict.fromkeys(self._all(), f"runs {len(self.returns)} of its {count} decoder layers")
-        self._consume(self._labels.get(_storage(logits), ()), count - 1, "what follows the last layer needs")
+        self._consume(self._labels.get(_storage(logits), ()), count - 1, "what follows the last layer")
         before, after = self.parts()
         for phase, names in self._direct:
             blank = phase == _BEFORE and any(n.rpartition(".")[0] in before for n in names)  # a blank shows zeros

@@ -101,7 +101,8 @@ def stage_ranges(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfi
     given = list(config.stage_layers) if config.stage_layers and config.pp > 1 else None
     layers = given or balance(*layer_costs(model, anatomy), count, flow.uncut)
     if layers is None:
-        raise ValueError(f"{_reason(flow)}; {count} pipeline stages cannot be made of it")
+        most = anatomy.num_layers - len(flow.uncut)
+        raise ValueError(f"{_reason(flow)}. At most {most} pipeline stages can be made of it, not {count}")
     starts = [sum(layers[:i]) for i in range(count + 1)]
     wrong = [start for start in starts[1:-1] if start in flow.uncut]
     if wrong:

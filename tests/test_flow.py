@@ -74,9 +74,13 @@ def test_what_runs_before_and_after_the_layers(family, before, after):
         (
             "roformer",
             dict(attn_implementation="eager", is_decoder=True),
-            "needs more of what comes before the first layer than the hidden states",
+            "besides its hidden states, roformer.encoder.layer.1 uses a value computed from the embeddings",
         ),
-        ("gemma3n_text", dict(num_kv_shared_layers=0, layer_types=None), r"has layers that return \[4, 2, 16, 32\]"),
+        (
+            "gemma3n_text",
+            dict(num_kv_shared_layers=0, layer_types=None),
+            r"has layers that return \[4, 2, 16, 32\] for ids of \[2, 16\]",
+        ),
         (
             "xlm",
             dict(attn_implementation="eager", emb_dim=32, n_layers=4, n_heads=4),
