@@ -1,16 +1,19 @@
-"""The parts of a Hugging Face causal language model that every step names: embedding, layers, last norm, head."""
+"""The parts of a Hugging Face causal language model that every step names: embedding, decoder layers, head."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from .config import num_layers
+
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Dotted module names inside the model: its decoder stack and what stands before and after it."""
+    """Dotted module names inside the model: its decoder layers, the embedding, what follows the layers, the head."""
 
     base: str
     layers: str
@@ -34,34 +37,52 @@ def dissect(model: PreTrainedModel) -> Anatomy:
     """Find the parts of ``model``; raises ValueError naming what is missing in a model that is no decoder-only LM."""
     names = {module: name for name, module in model.named_modules()}
     label = type(model).__name__
-    base = getattr(model, model.base_model_prefix, None)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if base is None or embedding is None or head is None:
-        raise ValueError(f"{label} is not a causal language model with an embedding, a decoder stack and a head")
-    layers = _layer_list(model, base)
-    if layers is None:
-        raise ValueError(f"{label} has no list of {_num_layers(model)} decoder layers that meshpar could split")
+    embedding, head, layers = _embedding(model), model.get_output_embeddings(), _layer_list(model)
+    if embedding is None or head is None or layers is None:
+        raise ValueError(
+            f"{label} is not a causal language model with an embedding, a list of decoder layers and a head"
+        )
     return Anatomy(
-        base=names[base],
+        base=names[layers].partition(".")[0],
         layers=names[layers],
         num_layers=len(layers),
         embedding=names[embedding],
-        tail=tuple(names[m] for m in _after(base, layers)),
+        tail=tuple(names[m] for m in _after(model.get_submodule(names[layers].rpartition(".")[0]), layers)),
         head=names[head],
         tied=getattr(head, "weight", None) is embedding.weight,
     )
 
 
-def _num_layers(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().num_hidden_layers
-
-
-def _layer_list(model: PreTrainedModel, base: nn.Module) -> nn.ModuleList | None:
-    lists = [m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == _num_layers(model)]
-    return lists[0] if len(lists) == 1 else None
-
-
-def _after(base: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
-    children = list(base.children())
+def _after(parent: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    children = list(parent.children())
     following = children[children.index(layers) + 1 :]
     return [m for m in following if next(m.parameters(), None) is not None]
+
+
+def _embedding(model: PreTrainedModel) -> nn.Module | None:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
+def _layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The list as long as the config says, or of any length where none is; of several the least deep, then the largest.
+
+    Others of that length are experts in a layer, towers for images, or norms that a model keeps beside its layers.
+    """
+    wanted = num_layers(model.config.get_text_config())
+    decoder = model.get_decoder()
+    lists = list(_outermost_lists(decoder if isinstance(decoder, nn.Module) else model)) or list(
+        _outermost_lists(model)
+    )
+    right = [(d, m) for d, m in lists if len(m) == wanted] or lists
+    return max(right, key=lambda x: (-x[0], sum(p.numel() for p in x[1].parameters())), default=(0, None))[1]
+
+
+def _outermost_lists(module: nn.Module, depth: int = 0) -> Iterator[tuple[int, nn.ModuleList]]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) and len(child):
+            yield depth, child
+        else:
+            yield from _outermost_lists(child, depth + 1)

@@ -31,8 +31,12 @@ class Batch:
         return self.input_ids.shape[1]
 
     def model_inputs(self) -> dict[str, Tensor]:
-        """What every stage needs beside its hidden states: masks and positions travel with each microbatch."""
-        inputs = {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
+        """What every stage needs beside its hidden states: ids, masks and positions travel with each microbatch."""
+        inputs = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
         return {k: v for k, v in inputs.items() if v is not None}
 
     def _map(self, fn) -> Batch:

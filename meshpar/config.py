@@ -219,7 +219,16 @@ def check_model(config: ParallelConfig, hf_config: Any) -> None:
     check_torch_version(config)
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
     _check_heads(config, text)
-    _check_layers(config, text.num_hidden_layers)
+    layers = num_layers(text)
+    if layers is not None:
+        check_layers(config, layers)
+
+
+def num_layers(text: Any) -> int | None:
+    """Decoder layers of a text config by any of their names; a decoder's own where there may be an encoder too."""
+    names = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
+    counts = (getattr(text, name, None) for name in names)
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
 def nearest(wanted: int, working: Iterable[int]) -> str:
@@ -353,15 +362,16 @@ def _working_sizes(config: ParallelConfig, name: str, world_size: int) -> str:
 
 def _check_heads(config: ParallelConfig, text: Any) -> None:
     """Zero heads fill up a count that does not divide (see `layout.heads`), but every rank needs a head of its own."""
-    heads = text.num_attention_heads
-    if config.tp > heads:
+    heads = getattr(text, "num_attention_heads", None)
+    if isinstance(heads, int) and config.tp > heads:
         raise ConfigError(
             f"tp={config.tp} is more than the model's num_attention_heads={heads}; "
             f"tp from 1 to {heads} work for this model."
         )
 
 
-def _check_layers(config: ParallelConfig, layers: int) -> None:
+def check_layers(config: ParallelConfig, layers: int) -> None:
+    """Refuse more stages than layers, and `stage_layers` that do not add up to them."""
     stages = config.num_stages
     if layers < stages:
         pp, virtual = config.pp, config.virtual_stages

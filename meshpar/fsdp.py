@@ -7,6 +7,7 @@ sharded parameter becomes a DTensor on the (dp, tp) mesh; FSDP re-reads a parame
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,6 +24,7 @@ from .styles import ParamSpec
 def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: ParallelConfig) -> None:
     """Wrap each decoder layer, then ``root`` (embedding, last norm and head are one group, so they may be tied).
 
+    A layer that shares a parameter with anything outside it stays in the root's group: FSDP has one group a parameter.
     Gradients are summed, not averaged: the loss already is a sum over the token count of the whole step. Under pp the
     weights stay gathered for the step, or every microbatch would gather them again.
     """
@@ -30,11 +32,22 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
         param_dtype=torch_dtype(config.compute_dtype), reduce_dtype=torch_dtype(config.reduce_dtype)
     )
     reshard = config.pp == 1 and mesh.fsdp.size() > 1
-    for module in (*layers, root):
+    for module in (*_apart(root, layers), root):
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module is not root)
     for module in _fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _apart(root: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """The layers that share no parameter with another layer or with what is around them."""
+    uses = Counter(id(p) for _, p in root.named_parameters(remove_duplicate=False))
+
+    def is_apart(layer: nn.Module) -> bool:
+        inside = Counter(id(p) for _, p in layer.named_parameters(remove_duplicate=False))
+        return all(uses[p] == count for p, count in inside.items())
+
+    return [layer for layer in layers if is_apart(layer)]
 
 
 def placements(mesh: Mesh, spec: ParamSpec) -> tuple[Placement, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, dissect
+from .flow import Flow
 from .grads import local
 from .mesh import Mesh
 from .split import StageRange
@@ -23,23 +24,23 @@ class FullTensors:
 
     mesh: Mesh
     anatomy: Anatomy
+    flow: Flow
     shapes: dict[str, tuple[int, ...]]
     vocab_size: int
-    hidden_size: int
     specs: dict[str, ParamSpec] = field(default_factory=dict)
     ranges: list[StageRange] = field(default_factory=list)
     stage_ranks: list[int] = field(default_factory=list)
 
     @classmethod
-    def describe(cls, model: PreTrainedModel, mesh: Mesh) -> FullTensors:
+    def describe(cls, model: PreTrainedModel, mesh: Mesh, flow: Flow) -> FullTensors:
         """Names and shapes of a whole model; tied tensors once, under the embedding's name."""
         params = dict(model.named_parameters())
         return cls(
             mesh,
             dissect(model),
+            flow,
             {n: tuple(p.shape) for n, p in params.items()},
             model.get_output_embeddings().weight.shape[0],
-            model.config.get_text_config().hidden_size,
         )
 
     @property
@@ -49,7 +50,8 @@ class FullTensors:
 
     def tied_across_stages(self) -> str | None:
         """On a rank with one end of the pipeline: the tied matrix whose other copy is on another rank."""
-        name = f"{self.anatomy.embedding}.weight"
+        names = (f"{self.anatomy.embedding}.weight", f"{self.anatomy.head}.weight")
+        name = next((n for n in names if n in self.shapes), None)  # a tied matrix goes by the first of its names
         ends = (self.stage_ranks[0], self.stage_ranks[-1])
         here = self.mesh.rank("pp") in ends
         return name if self.anatomy.tied and ends[0] != ends[1] and here else None
@@ -78,7 +80,7 @@ class FullTensors:
         index = self.anatomy.layer_index(name)
         if index is not None:
             return self.stage_ranks[next(r.index for r in self.ranges if r.start <= index < r.stop)]
-        after = any(name.startswith(m + ".") for m in (*self.anatomy.tail, self.anatomy.head))
+        after = any(name.startswith(m + ".") for m in self.flow.after)
         return self.stage_ranks[-1 if after else 0]
 
     def _gather_stage(self, value: Tensor, spec: ParamSpec) -> Tensor | None:

@@ -67,15 +67,15 @@ def parallelize_model(
     the_mesh = adopt_mesh(mesh, device) if mesh is not None else build_mesh(config, device)
     the_plan = make_plan(skeleton, config, plan)
     reader = Reader(skeleton, opened.source, the_mesh)
-    full = FullTensors.describe(skeleton, the_mesh)
+    full = FullTensors.describe(skeleton, the_mesh, the_plan.flow)
 
-    ranges = stage_ranges(skeleton, the_plan.anatomy, config)
+    ranges = stage_ranges(skeleton, the_plan.anatomy, config, the_plan.flow)
     tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel)
     specs = apply_styles(skeleton, the_plan, tp, config)
     check_shapes(skeleton, the_plan, tp)
     apply_checkpointing(skeleton, the_plan.anatomy, config.activation_checkpoint, tp)
     own = [ranges[i] for i in stages_of_rank(config, the_mesh.rank("pp"))]
-    stages = split_model(skeleton, the_plan.anatomy, own)
+    stages = split_model(skeleton, the_plan.anatomy, own, the_plan.flow)
     runner = Runner(skeleton, the_plan.anatomy, stages, tp)
     apply_fsdp(runner, runner.own_layers(), the_mesh, config)
     materialize(skeleton, specs, the_mesh, reader)
@@ -124,7 +124,7 @@ class ParallelModel(nn.Module):
         self._mesh, self._full, self._origin = mesh, full, origin
         vocab = spread(full.vocab_size, mesh.size("tp"))
         self._vocab_start, self._vocab_real = vocab.spans[mesh.rank("tp")][0], vocab.real(mesh.rank("tp"))
-        self._pipeline = Pipeline(runner, mesh, config, self._loss, full.hidden_size)
+        self._pipeline = Pipeline(runner, mesh, config, self._loss, full.flow)
         params = dict(self.named_parameters())
         self._sums = GradientSums(params, full.specs, mesh, full.tied_across_stages())
         skipped = full.tied_across_stages() if mesh.rank("pp") > 0 else None

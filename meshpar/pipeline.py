@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from .batch import Batch
 from .config import ParallelConfig, torch_dtype
+from .flow import Flow
 from .fsdp import hold_gradients, reduce_gradients, reshard
 from .mesh import Mesh
 from .split import Runner, Stage, stage_ranks
@@ -29,22 +30,22 @@ class StageModule(nn.Module):
     when a batch has a new shape, which would drop what earlier backwards accumulated.
     """
 
-    def __init__(self, runner: Runner, stage: Stage, loss_fn: LossFn) -> None:
+    def __init__(self, runner: Runner, stage: Stage, loss_fn: LossFn, flow: Flow, dtype: torch.dtype) -> None:
         super().__init__()
         self._runner = [runner]
-        self.stage, self.loss_fn = stage, loss_fn
+        self.stage, self.loss_fn, self.flow, self.dtype = stage, loss_fn, flow, dtype
 
     def forward(self, x: Tensor, *, targets: Tensor, **inputs) -> Tensor:
         """Hidden states for the next stage, or on the last stage this microbatch's loss, shape [1]."""
-        out = self._runner[0](self.stage.range.index, x, seq_len=targets.shape[1], **inputs)
-        return torch.stack((self.loss_fn(out, targets),)) if self.stage.range.is_last else out
+        out = self._runner[0](self.stage.range.index, x, targets.shape[1], **inputs)
+        return torch.stack((self.loss_fn(out, targets),)) if self.stage.range.is_last else out.to(self.dtype)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This stage's own parameters (zero-bubble schedules differentiate them apart from the inputs)."""
         runner, r = self._runner[0], self.stage.range
         names = [runner.anatomy.layer(i) for i in range(r.start, r.stop)]
-        names += [runner.anatomy.embedding] if r.is_first else []
-        names += [*runner.anatomy.tail, runner.anatomy.head] if r.is_last else []
+        names += self.flow.before if r.is_first else ()
+        names += self.flow.after if r.is_last else ()
         seen = {id(p): p for name in names for p in runner.model.get_submodule(name).parameters()}
         return iter(seen.values())
 
@@ -57,11 +58,11 @@ class Pipeline:
     mesh: Mesh
     config: ParallelConfig
     loss_fn: LossFn
-    hidden_size: int
+    flow: Flow
 
     def __post_init__(self) -> None:
-        self.modules = [StageModule(self.runner, stage, self.loss_fn) for stage in self.runner.stages]
         self.dtype = torch_dtype(self.config.compute_dtype)
+        self.modules = [StageModule(self.runner, s, self.loss_fn, self.flow, self.dtype) for s in self.runner.stages]
         self.stage_ranks = stage_ranks(self.config)
         self._schedules: OrderedDict[tuple, object] = OrderedDict()
 
@@ -89,7 +90,7 @@ class Pipeline:
     def logits(self, batch: Batch) -> Tensor:
         """pp=1: the logits [b, s, local vocabulary] of one batch, differentiable."""
         reshard(self.runner)
-        return self.runner(0, batch.input_ids, seq_len=batch.seq_len, **batch.model_inputs())
+        return self.runner(0, batch.input_ids, batch.seq_len, **batch.model_inputs())
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -169,8 +170,8 @@ class Pipeline:
         hidden = hidden.contiguous()  # kept beside the work: it must live until the send is done
         return dist.isend(hidden, group=self.mesh.group("pp"), group_dst=target), hidden
 
-    def _hidden_shape(self, rows: int, seq_len: int) -> tuple[int, int, int]:
-        return rows, self.runner.tp.local_seq_len(seq_len), self.hidden_size
+    def _hidden_shape(self, rows: int, seq_len: int) -> tuple[int, ...]:
+        return rows, self.runner.tp.local_seq_len(seq_len), *self.flow.trailing
 
     def _schedule(self, rows: int, seq_len: int, count: int):
         key = (rows, seq_len, count)

@@ -30,7 +30,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, dissect
-from .config import ParallelConfig
+from .config import ParallelConfig, torch_dtype
+from .flow import Flow, follow
 from .rules import Block, recognise
 
 Style = str | ParallelStyle
@@ -55,6 +56,7 @@ class Plan(dict[str, Style]):
     """Module name -> style, for every module with parameters of its own and every block; prints as a table.
 
     ``roles``: what each module is in the model, before overrides. ``blocks``: the recognised blocks by name.
+    ``flow``: what runs before, in and after the decoder layers.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class Plan(dict[str, Style]):
         anatomy: Anatomy,
         roles: Mapping[str, Style],
         blocks: Mapping[str, Block],
+        flow: Flow,
         shapes: Mapping[str, str],
     ) -> None:
         super().__init__(entries)
-        self.anatomy, self.roles, self.blocks = anatomy, roles, blocks
+        self.anatomy, self.roles, self.blocks, self.flow = anatomy, roles, blocks, flow
         self._shapes = shapes
 
     def block_of(self, name: str) -> str | None:
@@ -111,10 +114,9 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     """
     anatomy = dissect(model)
     _refuse_router_loss(model)
-    if config.pp > 1:
-        _refuse_loose_modules(model, anatomy)
+    flow = _follow(model, anatomy, config)
     blocks = _blocks(model, anatomy) if config.tp > 1 else {}
-    roles = _roles(model, anatomy, blocks, config)
+    roles = _roles(model, anatomy, blocks, flow, config)
     entries = dict(roles)
     if overrides != "auto":
         _lay_over(entries, model, overrides, config.tp)
@@ -123,7 +125,16 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
         _check_head(model, anatomy)
     order = {n: i for i, (n, _) in enumerate(model.named_modules())}
     entries = dict(sorted(entries.items(), key=lambda item: order[item[0]]))
-    return Plan(entries, anatomy, roles, blocks, {n: _own_shapes(model.get_submodule(n)) for n in entries})
+    return Plan(entries, anatomy, roles, blocks, flow, {n: _own_shapes(model.get_submodule(n)) for n in entries})
+
+
+def _follow(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig) -> Flow:
+    """What runs where, as far as this mesh needs to know."""
+    if config.pp > 1:
+        return follow(model, anatomy, torch_dtype(config.compute_dtype), f"pp={config.pp}")
+    if config.tp > 1 and config.sequence_parallel:
+        return follow(model, anatomy, torch_dtype(config.compute_dtype), "sequence_parallel")
+    return Flow()
 
 
 def _refuse_router_loss(model: PreTrainedModel) -> None:
@@ -133,17 +144,6 @@ def _refuse_router_loss(model: PreTrainedModel) -> None:
             f"{type(model).__name__}'s config asks for the router's balance loss (output_router_logits), which meshpar "
             "does not add yet; set output_router_logits to false in the model's config"
         )
-
-
-def _refuse_loose_modules(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """Under pp every parameter has one stage; modules beside embedding, layers, last norm and head have none."""
-    placed = (anatomy.embedding, anatomy.head, *anatomy.tail)
-    for name, _ in model.named_parameters():
-        if anatomy.layer_index(name) is None and not name.startswith(tuple(f"{m}." for m in placed)):
-            raise ValueError(
-                f"{type(model).__name__} uses {name} outside its embedding, decoder layers, last norm and head; "
-                "splitting such a model into pipeline stages is not supported yet, so pp must be 1"
-            )
 
 
 def layer_children(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[tuple[str, nn.Module]]:
@@ -191,7 +191,7 @@ def _own_shapes(module: nn.Module) -> str:
 
 
 def _roles(
-    model: PreTrainedModel, anatomy: Anatomy, blocks: Mapping[str, Block], config: ParallelConfig
+    model: PreTrainedModel, anatomy: Anatomy, blocks: Mapping[str, Block], flow: Flow, config: ParallelConfig
 ) -> dict[str, Style]:
     """The style of every module with parameters of its own, of every block and of what runs whole."""
     owners = [n for n, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
@@ -199,8 +199,8 @@ def _roles(
     if config.tp == 1:
         return roles
     if config.sequence_parallel:
-        after = tuple(f"{n}." for n in anatomy.tail)
-        sharded = (n for n in owners if anatomy.layer_index(n) is not None or f"{n}.".startswith(after))
+        behind = tuple(f"{n}." for n in flow.behind)
+        sharded = (n for n in owners if anatomy.layer_index(n) is not None or f"{n}.".startswith(behind))
         roles |= dict.fromkeys(sharded, "sequence_parallel")
     for name, module in layer_children(model, anatomy):
         if name in blocks:

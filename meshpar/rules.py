@@ -316,8 +316,10 @@ def _expert_cuts(experts: nn.Module) -> dict[str, Cut | OnFirst] | None:
     params = dict(experts.named_parameters())
     down, up_name = params.pop("down_proj", None), "gate_up_proj" if "gate_up_proj" in params else "up_proj"
     up = params.pop(up_name, None)
-    if down is None or up is None or up.ndim != 3 or down.ndim != 3:
+    if down is None or up is None or up.ndim != 3 or down.ndim != 3 or up.shape[0] != down.shape[0]:
         return None
+    if any(isinstance(m, nn.Identity) or not _is_harmless(n, m) for n, m in experts.named_children()):
+        return None  # LongCat's experts that return their input would be summed once a rank
     transposed = bool(getattr(experts, "is_transposed", False))
     up_dim, down_dim = (2, 1) if transposed else (1, 2)
     width, runs = down.shape[down_dim], up.shape[up_dim] // down.shape[down_dim]

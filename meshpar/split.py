@@ -2,22 +2,25 @@
 
 A rank keeps one Hugging Face model. Layers of other ranks become holes that return their hidden states unchanged, so
 layer indices, parameter names and `config.layer_types[i]` stay what they are. To run as one of its stages the model
-swaps in a layer list with holes around that stage's layers and calls its own unmodified forward.
+swaps in a layer list with holes around that stage's layers and calls its own unmodified forward on the token ids. What
+has parameters before the first layer gives blanks on later stages; the forward ends at the hole after a stage's layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble, get_schedule_class
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
-from .config import ParallelConfig
+from .config import ParallelConfig, check_layers
+from .flow import Flow, NoData
 from .styles import TensorParallel, map_hidden
 
 
@@ -31,10 +34,11 @@ def layer_costs(model: PreTrainedModel, anatomy: Anatomy) -> tuple[list[float], 
     return layers, float(head)
 
 
-def balance(costs: list[float], last: float, stages: int) -> list[int]:
+def balance(costs: list[float], last: float, stages: int, uncut: Collection[int] = ()) -> list[int] | None:
     """Layers per stage, in order, at least one each, with the dearest stage as cheap as can be.
 
-    ``last`` is what the last stage carries besides its layers. Among equals the most even split wins.
+    ``last`` is what the last stage carries besides its layers; no stage starts with a layer in ``uncut``. Among equals
+    the most even split wins; None where there is no split.
     """
     prefix = [0.0]
     for cost in costs:
@@ -43,10 +47,14 @@ def balance(costs: list[float], last: float, stages: int) -> list[int]:
     best: list[dict[int, tuple[tuple[float, float], int]]] = [
         {n: ((0.0, 0.0), n)}
     ]  # by stages from the end: start -> cost
+    if stages == 1:
+        return [n]
     for k in range(1, stages + 1):
         row: dict[int, tuple[tuple[float, float], int]] = {}
         extra = last if k == 1 else 0.0
         for start in range(stages - k, n - k + 1):
+            if start in uncut:
+                continue
             options = []
             for stop, ((worst, squares), _) in best[-1].items():
                 if stop > start:
@@ -55,6 +63,8 @@ def balance(costs: list[float], last: float, stages: int) -> list[int]:
             if options:
                 row[start] = min(options)
         best.append(row)
+    if 0 not in best[-1]:
+        return None
     counts, start = [], 0
     for k in range(stages, 0, -1):
         stop = best[k][start][1]
@@ -81,16 +91,29 @@ class StageRange:
         return self.index == self.count - 1
 
 
-def stage_ranges(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig) -> list[StageRange]:
-    """All stages in order: by `config.stage_layers`, else balanced by FLOPs with the head counted."""
+def stage_ranges(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig, flow: Flow) -> list[StageRange]:
+    """All stages in order: by `config.stage_layers`, else balanced by FLOPs with the head counted.
+
+    Raises ValueError where a stage would start with a layer that needs more than hidden states.
+    """
+    check_layers(config, anatomy.num_layers)
     count = config.num_stages if config.pp > 1 else 1
-    layers = (
-        list(config.stage_layers)
-        if config.stage_layers and config.pp > 1
-        else balance(*layer_costs(model, anatomy), count)
-    )
+    given = list(config.stage_layers) if config.stage_layers and config.pp > 1 else None
+    layers = given or balance(*layer_costs(model, anatomy), count, flow.uncut)
+    if layers is None:
+        most = anatomy.num_layers - len(flow.uncut)
+        raise ValueError(f"{_reason(flow)}. At most {most} pipeline stages can be made of it, not {count}")
     starts = [sum(layers[:i]) for i in range(count + 1)]
+    wrong = [start for start in starts[1:-1] if start in flow.uncut]
+    if wrong:
+        raise ValueError(f"stage_layers={given} starts a stage with layer {wrong[0]}, but {flow.uncut[wrong[0]]}")
     return [StageRange(i, count, starts[i], starts[i + 1]) for i in range(count)]
+
+
+def _reason(flow: Flow) -> str:
+    """The reason that most borders share."""
+    reasons = list(flow.uncut.values())
+    return max(reasons, key=reasons.count)
 
 
 def stages_of_rank(config: ParallelConfig, pp_rank: int) -> list[int]:
@@ -114,16 +137,27 @@ def is_v_schedule(name: str) -> bool:
 
 
 class Hole(nn.Module):
-    """Stands for a decoder layer of another stage: returns its hidden states, shows the layer's plain attributes."""
+    """Stands for a module of another stage and shows its plain attributes; for a layer, returns its hidden states."""
 
-    def __init__(self, layer: nn.Module | None = None) -> None:
+    def __init__(self, stands_for: nn.Module, hidden: int | str = 0, returns: tuple[type, int] | None = None) -> None:
         super().__init__()
-        for key, value in vars(layer).items() if layer is not None else ():
-            if not key.startswith("_") and key != "forward":
-                setattr(self, key, value)
+        self._stands_for = (stands_for,)  # in a tuple: no submodule, its parameters are not this rank's
+        self._hidden, self._returns = hidden, returns
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_stands_for"][0], name)
 
     def forward(self, *args, **kwargs):
-        return args[0] if args else kwargs["hidden_states"]
+        return self._give(args[self._hidden] if isinstance(self._hidden, int) else kwargs[self._hidden])
+
+    def _give(self, hidden: Tensor) -> Tensor | tuple | list:
+        if self._returns is None:
+            return hidden
+        kind, length = self._returns
+        return kind((hidden, *(None,) * (length - 1)))
 
 
 class Injection(Hole):
@@ -132,7 +166,43 @@ class Injection(Hole):
     received: Tensor | None = None
 
     def forward(self, *args, **kwargs):
-        return self.received
+        hidden, self.received = self.received, None
+        return self._give(hidden)
+
+
+class End(Hole):
+    """The hole after a stage's last layer: nothing behind it is this stage's."""
+
+    def forward(self, *args, **kwargs):
+        raise StageEnd
+
+
+class StageEnd(BaseException):
+    """Leaves the model's forward; no error, and so nothing that catches errors should catch it."""
+
+
+class Blank(Hole):
+    """Stands on later stages for a part before the first layer: zeros in the shapes of what that part returns.
+
+    Code between it and the layers reads shapes and types, from which masks and positions are made. Values computed
+    from it end at the injection.
+    """
+
+    dtype, device = torch.float32, torch.device("meta")
+
+    def __getattr__(self, name: str):
+        return self._zeros(super().__getattr__(name), Tensor.expand)  # of a weight, its device or type is read
+
+    def forward(self, *args, **kwargs):
+        args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+        with torch.no_grad(), NoData():
+            return tree_map(self._zeros, self._stands_for[0](*args, **kwargs))
+
+    def _zeros(self, value, spread: Callable[[Tensor, torch.Size], Tensor] = Tensor.new_zeros):
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        dtype = self.dtype if value.is_floating_point() else value.dtype
+        return spread(torch.zeros((), dtype=dtype, device=self.device), value.shape)
 
 
 @dataclass
@@ -142,7 +212,14 @@ class Stage:
     range: StageRange
     swaps: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     injection: Injection | None = None
+    blanks: Collection[Blank] = ()
     captured: Tensor | None = None
+
+    def receive(self, hidden: Tensor) -> None:
+        """Have ``hidden`` injected by the next forward."""
+        self.injection.received = hidden
+        for blank in self.blanks:
+            blank.dtype, blank.device = hidden.dtype, hidden.device
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -160,53 +237,72 @@ class Stage:
                 self.injection.received = None
 
 
-def split_model(model: PreTrainedModel, anatomy: Anatomy, own: list[StageRange]) -> list[Stage]:
+def split_model(model: PreTrainedModel, anatomy: Anatomy, own: list[StageRange], flow: Flow) -> list[Stage]:
     """Cut ``model`` in place down to the stages ``own`` and return them; parts of other ranks become holes."""
+    if own[0].count == 1:
+        return [Stage(own[0])]
     layers = model.get_submodule(anatomy.layers)
-    count = own[0].count
-    holes = [Hole(layer) for layer in layers]
+    whole = list(layers)
     kept = {i for r in own for i in range(r.start, r.stop)}
     for i in range(anatomy.num_layers):
         if i not in kept:
-            layers[i] = holes[i]
+            layers[i] = Hole(whole[i], flow.hidden[i], flow.returns[i])
+    blanks = {name: Blank(twin) for name, twin in flow.before.items()}
+    embedding = model.get_submodule(anatomy.embedding)
     has_first, has_last = any(r.is_first for r in own), any(r.is_last for r in own)
-    if not has_last:
-        for name in (*anatomy.tail, anatomy.head):
-            _replace(model, name, Hole())
-    if not has_first and not (has_last and anatomy.tied):
-        _replace(model, anatomy.embedding, Hole())
-    return [_make_stage(model, anatomy, r, holes) if count > 1 else Stage(r) for r in own]
+    for name in () if has_last else flow.after:
+        _replace(model, name, Hole(model.get_submodule(name)))
+    for name in () if has_first else flow.before:
+        _replace(model, name, blanks[name])
+    if anatomy.tied:
+        for name in (anatomy.embedding, anatomy.head) if has_first != has_last else ():
+            _keep_tied(model, name, embedding)
+    return [_make_stage(model, anatomy, r, whole, blanks, flow) for r in own]
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, leaf = name.rpartition(".")
+    return model.get_submodule(owner), leaf
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, module)
+    setattr(*_place(model, name), module)
 
 
-def _make_stage(model: PreTrainedModel, anatomy: Anatomy, r: StageRange, holes: list[Hole]) -> Stage:
-    layers = model.get_submodule(anatomy.layers)
+def _keep_tied(model: nn.Module, name: str, embedding: nn.Module) -> None:
+    """Both ends of the pipeline have a tied matrix under both of its names, also inside what is a hole there."""
+    module = model
+    for leaf in name.split("."):
+        module = module._modules.setdefault(leaf, nn.Module())
+    module._parameters["weight"] = embedding.weight
+
+
+def _make_stage(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    r: StageRange,
+    whole: list[nn.Module],
+    blanks: dict[str, Blank],
+    flow: Flow,
+) -> Stage:
+    def hole(i: int, cls: type[Hole] = Hole) -> Hole:
+        return cls(whole[i], flow.hidden[i], flow.returns[i])
+
     stage = Stage(r)
-    shown: list[nn.Module] = [layers[i] if r.start <= i < r.stop else holes[i] for i in range(anatomy.num_layers)]
+    shown: list[nn.Module] = [whole[i] if r.start <= i < r.stop else hole(i) for i in range(anatomy.num_layers)]
     if not r.is_first:
-        stage.injection = Injection(holes[r.start - 1])
-        shown[r.start - 1] = stage.injection
-    owner, _, leaf = anatomy.layers.rpartition(".")
-    stage.swaps.append((model.get_submodule(owner), leaf, nn.ModuleList(shown)))
+        stage.injection = shown[r.start - 1] = hole(r.start - 1, Injection)
+        stage.blanks = blanks.values()
+        stage.swaps += [(*_place(model, name), blank) for name, blank in blanks.items()]
     if not r.is_last:
-        layers[r.stop - 1].register_forward_hook(lambda _, args, out: _capture(stage, out))
-        for name in (*anatomy.tail, anatomy.head):
-            owner, _, leaf = name.rpartition(".")
-            stage.swaps.append((model.get_submodule(owner), leaf, Hole()))
+        shown[r.stop] = hole(r.stop, End)
+        whole[r.stop - 1].register_forward_hook(lambda _, args, out: _capture(stage, out))
+    stage.swaps.append((*_place(model, anatomy.layers), nn.ModuleList(shown)))
     return stage
 
 
-def _capture(stage: Stage, output: Tensor) -> None:
-    if not isinstance(output, Tensor):
-        raise ValueError(
-            f"a decoder layer returned a {type(output).__name__}; meshpar pipelines models whose layers return one "
-            "tensor"
-        )
-    stage.captured = output
+def _capture(stage: Stage, output: Tensor | tuple | list) -> None:
+    stage.captured = output if isinstance(output, Tensor) else output[0]
 
 
 class Runner(nn.Module):
@@ -226,27 +322,35 @@ class Runner(nn.Module):
         ranges = sorted((s.range.start, s.range.stop) for s in self.stages)
         return [self.model.get_submodule(self.anatomy.layer(i)) for a, b in ranges for i in range(a, b)]
 
-    def forward(self, index: int, x: Tensor, **inputs) -> Tensor:
-        """Run stage ``index``: ``x`` is input_ids [b, s] on the first, hidden states on the others.
+    def forward(self, index: int, x: Tensor, seq_len: int, **inputs) -> Tensor:
+        """Run stage ``index`` on ``inputs`` (input_ids [b, s], masks, positions), and ``x`` from the stage before it.
 
         Returns hidden states for the next stage ([b, s, h], or this rank's sequence shard of them), or on the last
         stage the logits [b, s, local vocabulary].
         """
         stage = next(s for s in self.stages if s.range.index == index)
-        self.tp.seq_len = inputs.pop("seq_len")
+        self.tp.seq_len = seq_len
         with stage.active():
-            if stage.range.is_first:
-                entry = {"input_ids": x}
-            else:
-                stage.injection.received = x
-                # Only the shape is read: masks and positions come from it; the first hole returns the real ones.
-                blank = x.new_zeros(1, 1, 1).expand(x.shape[0], self.tp.seq_len, x.shape[-1])
-                entry = {"inputs_embeds": blank}
-            target = self.model if stage.range.is_last else self.model.get_submodule(self.anatomy.base)
-            output = target(**entry, **inputs, use_cache=False)
-            return output.logits if stage.range.is_last else _differentiable(stage.captured)
+            if stage.injection is not None:
+                stage.receive(x)
+            output = self._run(inputs)
+            if (output is None) == stage.range.is_last or (stage.injection and stage.injection.received is not None):
+                raise RuntimeError(f"the forward of {type(self.model).__name__} left out a decoder layer")
+            return output if output is not None else _differentiable(stage.captured)
+
+    def _run(self, inputs: dict[str, Tensor]) -> Tensor | None:
+        """The model's logits, or None where the stage ends before them."""
+        try:
+            return self.model(**inputs, use_cache=False).logits
+        except StageEnd:
+            return None
 
 
 def _differentiable(hidden: Tensor) -> Tensor:
-    """A stage whose parameters are all frozen still gets a gradient sent back, and needs somewhere to put it."""
+    """Fit to be sent: a stage whose parameters are all frozen still gets a gradient back, and needs a place for it.
+
+    A schedule detaches what it has sent in place, which torch refuses for a view.
+    """
+    if hidden._is_view():
+        hidden = hidden.clone()
     return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.detach().requires_grad_()

@@ -52,7 +52,11 @@ class TensorParallel:
 
     def leave(self, x: Tensor) -> Tensor:
         """Out of a block: partial [b, seq_len, h] summed, and cut to this rank's shard under sequence parallelism."""
-        return comm.scatter_sum(x, self.group) if self.sequence_parallel else comm.reduce_from(x, self.group)
+        return (
+            comm.scatter_sum(self._whole_rows(x), self.group)
+            if self.sequence_parallel
+            else comm.reduce_from(x, self.group)
+        )
 
     def whole(self, x: Tensor) -> Tensor:
         """Into a module that every rank runs alike: [b, shard, h] gathered to [b, seq_len, h]."""
@@ -60,7 +64,13 @@ class TensorParallel:
 
     def split(self, x: Tensor) -> Tensor:
         """From whole [b, seq_len, h] to what lies between blocks."""
-        return comm.split_sequence(x, self.group) if self.sequence_parallel else x
+        return comm.split_sequence(self._whole_rows(x), self.group) if self.sequence_parallel else x
+
+    def _whole_rows(self, x: Tensor) -> Tensor:
+        """``x``, if the sequence is its second dimension: code that flattens rows would be cut elsewhere, silently."""
+        if x.ndim < 3 or x.shape[1] != self.seq_len:
+            raise ValueError(f"a module returned {list(x.shape)} for a sequence of {self.seq_len}")
+        return x
 
     def local_seq_len(self, seq_len: int) -> int:
         """Length of the sequence dimension between blocks."""
@@ -91,7 +101,7 @@ def apply_styles(
 ) -> dict[str, ParamSpec]:
     """Apply ``plan`` in place to a meta-device ``model``; returns parameter name -> `ParamSpec` for all of it."""
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-    layouts = {n: _layout(n, shape, plan, tp.size) for n, shape in shapes.items()}
+    layouts = _layouts(model, plan, tp.size)
     if tp.size > 1:
         for name, module in list(model.named_modules()):
             if name in plan:
@@ -102,6 +112,20 @@ def apply_styles(
     specs = {n: _spec(n, shape, model, plan, tp, layouts[n]) for n, shape in shapes.items()}
     _shrink(model, specs, torch_dtype(config.param_dtype))
     return specs
+
+
+def _layouts(model: PreTrainedModel, plan: Plan, size: int) -> dict[str, Layout]:
+    """The layout of every parameter; one with several names is split if any of them is."""
+    layouts: dict[nn.Parameter, Layout] = {}
+    named = list(model.named_parameters(remove_duplicate=False))
+    for name, param in named:
+        layout = _layout(name, tuple(param.shape), plan, size)
+        known = layouts.setdefault(param, layout)
+        if known.dim is None:
+            layouts[param] = layout
+        elif layout.dim is not None and layout != known:
+            raise ValueError(f"{type(model).__name__} shares {name} between modules that tp={size} splits differently")
+    return {name: layouts[param] for name, param in named}
 
 
 def _layout(name: str, shape: tuple[int, ...], plan: Plan, size: int) -> Layout:

@@ -70,14 +70,3 @@ def test_overrides_keep_parity(pool, overrides, sequence_parallel):
 def test_named_parameters_are_dtensors_of_the_whole_parameter(pool):
     for whole in pool.run(4, jobs.whole_dtensors, dict(dp_shard=2, tp=2)):
         assert whole
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "message"),
-    [
-        ("gpt2", dict(tp=1, pp=2), "transformer.wpe.weight outside its embedding"),
-    ],
-)
-def test_models_not_supported_yet_are_refused_by_name(family, sizes, message):
-    with pytest.raises(ValueError, match=message):
-        plan_of(family, **sizes)
