@@ -15,7 +15,7 @@ CHOICE := $(shell echo '$(TORCH) $(TORCH_INDEX)' | cksum | cut -d ' ' -f 1)
 INSTALLED := $(VENV)/.installed-$(CHOICE)
 DEMO_INSTALLED := $(VENV)/.installed-demo-$(CHOICE)
 
-.PHONY: venv demo test lint format clean
+.PHONY: venv demo test families lint format clean
 
 venv: $(INSTALLED)
 
@@ -40,6 +40,9 @@ demo: $(DEMO_INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+
+families: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweep
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -64,6 +64,18 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def families(args: argparse.Namespace) -> int:
+    """Print what is supported of every causal model type of transformers."""
+    from .families import as_text, read_families
+
+    table = read_families()
+    unknown = [name for name in args.types if name not in table]
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no causal model type of transformers that meshpar knows.")
+    print(as_text({name: family for name, family in table.items() if not args.types or name in args.types}))
+    return 0
+
+
 def export(args: argparse.Namespace) -> int:
     """Write a training checkpoint as a Hugging Face directory."""
     from .checkpoint import export as export_checkpoint
@@ -194,6 +206,9 @@ def _parser() -> argparse.ArgumentParser:
         job.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
         job.add_argument("overrides", metavar="key=value", nargs="*", help="e.g. parallel.tp=2 optim.lr=1e-5")
     _add_show(_command(commands, "show", show))
+    _command(commands, "families", families).add_argument(
+        "types", metavar="TYPE", nargs="*", help="model types, e.g. llama; all of them unless given"
+    )
     _add_recipes(_command(commands, "recipes", list_recipes))
     exporter = _command(commands, "export", export)
     exporter.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="output_dir/checkpoints/step-N")

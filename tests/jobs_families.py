@@ -71,3 +71,12 @@ def _rounding(source, batch: dict, loss: float, wanted: dict) -> dict[str, float
     value.backward()
     off = {n: models.relative(g.double(), _gradients(exact)[n]) for n, g in wanted.items()}
     return off | {"loss": abs(value.item() - loss)}
+
+
+def reference_failure(model_type: str) -> str | None:
+    """What the unmodified model raises in one process, if it cannot run alone."""
+    try:
+        models.reference_loss(tiny_model(model_type), family_batch()).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+    return None
