@@ -43,7 +43,7 @@ def dissect(model: PreTrainedModel) -> Anatomy:
             f"{label} is not a causal language model with an embedding, a list of decoder layers and a head"
         )
     return Anatomy(
-        base=names[layers].partition(".")[0],
+        base=names[layers].rpartition(".")[0].partition(".")[0],
         layers=names[layers],
         num_layers=len(layers),
         embedding=names[embedding],

@@ -28,6 +28,8 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
     Gradients are summed, not averaged: the loss already is a sum over the token count of the whole step. Under pp the
     weights stay gathered for the step, or every microbatch would gather them again.
     """
+    if mesh.fsdp.size() > 1:
+        _refuse_own_backward(layers)
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(config.compute_dtype), reduce_dtype=torch_dtype(config.reduce_dtype)
     )
@@ -37,6 +39,16 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
     for module in _fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _refuse_own_backward(layers: list[nn.Module]) -> None:
+    """Reversible layers run again in a backward of their own, past the hooks that gather their parameters."""
+    own = [layer for layer in layers if hasattr(layer, "backward_pass")]
+    if own:
+        raise ValueError(
+            f"{type(own[0]).__name__} runs a backward of its own (backward_pass), in which parameters sharded over dp "
+            "are not gathered; dp_shard and dp_replicate must be 1"
+        )
 
 
 def _apart(root: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
