@@ -60,7 +60,6 @@ def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype, wanted_
     setting that must go then.
     """
     label = type(model).__name__
-    _refuse_layerdrop(model)
     probe = _without_data(model, dtype)
     recorder = _Recorder(probe, anatomy)
     try:
@@ -85,13 +84,14 @@ def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype, wanted_
     )
 
 
-def _refuse_layerdrop(model: PreTrainedModel) -> None:
+def refuse_layerdrop(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that skips layers at random: each rank would skip others, and wait for its peers."""
     for name, module in model.named_modules():
         drop = getattr(module, "layerdrop", 0)
         if isinstance(drop, float) and drop > 0:
             raise ValueError(
-                f"{type(model).__name__} leaves out whole layers at random ({name}.layerdrop is {drop}), which a "
-                "pipeline cannot do; set layerdrop to 0 in its config"
+                f"{type(model).__name__} leaves out whole layers at random ({name}.layerdrop is {drop}), which ranks "
+                "cannot do alike; set layerdrop to 0 in its config"
             )
 
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, dissect
 from .config import ParallelConfig, torch_dtype
-from .flow import Flow, follow
+from .flow import Flow, follow, refuse_layerdrop
 from .rules import Block, recognise
 
 Style = str | ParallelStyle
@@ -114,6 +114,7 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     """
     anatomy = dissect(model)
     _refuse_router_loss(model)
+    refuse_layerdrop(model)
     flow = _follow(model, anatomy, config)
     blocks = _blocks(model, anatomy) if config.tp > 1 else {}
     roles = _roles(model, anatomy, blocks, flow, config)
