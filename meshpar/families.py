@@ -104,11 +104,11 @@ def as_markdown(table: Mapping[str, Family]) -> str:
     lines = [
         "# Model families",
         "",
-        f"Every causal model type of transformers 5.24 ({len(table)}), as `make families` found it: a tiny random model "
-        "of each, float32, gloo, on pp x dp x tp meshes.",
+        f"Every causal model type of transformers 5.24 ({len(table)}), as `make families` found it: a tiny random "
+        "model of each, in float32 with gloo, on pp x dp x tp meshes.",
         "",
-        "- Yes: the loss is within 1e-6 and every parameter's gradient within 1e-5 (relative L2) of the unmodified model "
-        "in one process. Where one process in float32 is further than that from float64, the bar is 4 times that distance.",
+        "- Yes: the loss is within 1e-6 and every gradient within 1e-5 (relative L2) of the unmodified model in one "
+        "process. Where that is further from float64 in float32 than the bar, the bar is 4 times its distance.",
         "- No: construction refuses it, with the sentence in the last column.",
         "",
         f"Passed: {passed['1x1x2']} at 1x1x2, {passed['2x1x1']} at 2x1x1, {passed['2x1x2']} at 2x1x2, "

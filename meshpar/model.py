@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from .batch import Batch, make_batch
 from .checkpointing import apply_checkpointing
+from .comm import scale_grad
 from .config import ParallelConfig, check_model, choose_microbatches
 from .fsdp import apply_fsdp, discard_step, materialize, reshard
 from .full import FullTensors
@@ -131,6 +132,7 @@ class ParallelModel(nn.Module):
         self._counted = {n for n in params if n != skipped}
         self._last_backward = -1
         self._divisor = torch.ones((), dtype=torch.float64)
+        self._router_weight, self._pieces = float(getattr(runner.model, "router_aux_loss_coef", 0.0)), 1
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -287,6 +289,7 @@ class ParallelModel(nn.Module):
         for one in batches:
             count = choose_microbatches(self.parallel_config, one.rows)
             cut.append((one.padded_to(-(-one.rows // count) * count), count))
+        self._pieces = self._mesh.size("dp") * sum(count for _, count in cut)
         return cut, targets.clamp(min=1)
 
     def _agree(self, counted: Tensor, batches: int) -> Tensor:
@@ -303,7 +306,17 @@ class ParallelModel(nn.Module):
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         total = cross_entropy_sum(logits, targets, self._vocab_start, self._vocab_real, self._mesh.group("tp"))
-        return total / self._divisor
+        return total / self._divisor + self._router_loss()
+
+    def _router_loss(self) -> Tensor | float:
+        """This microbatch's part of the mean of the routers' balance losses over all microbatches of all dp ranks.
+
+        Every tp rank computes it whole, and the blocks around the routers sum their gradients: each gives its part.
+        """
+        balance = self._runner.router_loss
+        if balance is None:
+            return 0.0
+        return scale_grad(balance, 1 / self._mesh.size("tp")) * (self._router_weight / self._pieces)
 
     def _everywhere(self, loss: Tensor) -> Tensor:
         """Sum over dp and pp, in float64 until the end; tp ranks hold the same value already."""

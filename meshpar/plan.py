@@ -113,10 +113,10 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     pattern matches no module, or when a block would be split by half.
     """
     anatomy = dissect(model)
-    _refuse_router_loss(model)
     refuse_layerdrop(model)
     flow = _follow(model, anatomy, config)
     blocks = _blocks(model, anatomy) if config.tp > 1 else {}
+    _check_router_loss(model, anatomy, blocks, config)
     roles = _roles(model, anatomy, blocks, flow, config)
     entries = dict(roles)
     if overrides != "auto":
@@ -138,13 +138,23 @@ def _follow(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig) ->
     return Flow()
 
 
-def _refuse_router_loss(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config()
-    if getattr(config, "output_router_logits", False):
+def _check_router_loss(
+    model: PreTrainedModel, anatomy: Anatomy, blocks: Mapping[str, Block], config: ParallelConfig
+) -> None:
+    """The routers' balance loss, where the model's config asks for it, is one product over all layers' routers."""
+    if not getattr(model.config.get_text_config(), "output_router_logits", False):
+        return
+    whole = [n for n, m in layer_children(model, anatomy) if n not in blocks and _has_experts(m)]
+    setting = "pp" if config.pp > 1 else "tp" if config.tp > 1 and whole else None
+    if setting:
         raise ValueError(
-            f"{type(model).__name__}'s config asks for the router's balance loss (output_router_logits), which meshpar "
-            "does not add yet; set output_router_logits to false in the model's config"
+            f"{type(model).__name__}'s config asks for the routers' balance loss (output_router_logits), which needs "
+            f"{setting}=1 here; set {setting} to 1, or output_router_logits to false in the model's config"
         )
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any(p.ndim == 3 for p in module.parameters())
 
 
 def layer_children(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[tuple[str, nn.Module]]:
@@ -297,8 +307,17 @@ def show(model: str, config: ParallelConfig | None = None) -> str:
 
     from .config import check_model
     from .load import skeleton_from_config
+    from .share import divided_share
 
     config = config or ParallelConfig(tp=2)
     hf_config = AutoConfig.from_pretrained(model)
     check_model(config, hf_config)
-    return str(make_plan(skeleton_from_config(hf_config), config))
+    skeleton = skeleton_from_config(hf_config)
+    plan = make_plan(skeleton, config)
+    if config.tp == 1:
+        return str(plan)
+    share = divided_share(skeleton, plan)
+    return (
+        f"{plan}\ntp divides {share.meshpar:.2f} of the decoder layers' multiply-adds "
+        f"(transformers' own plan: {share.transformers:.2f})"
+    )

@@ -312,6 +312,7 @@ class Runner(nn.Module):
         super().__init__()
         self.model = model
         self.anatomy, self.stages, self.tp = anatomy, stages, tp
+        self.router_loss: Tensor | None = None  # of the last forward, where the model's config asks for it
         first = next((s for s in stages if s.range.is_first), None)
         if first is not None and tp.sequence_parallel:
             layer = model.get_submodule(anatomy.layer(0))
@@ -341,9 +342,11 @@ class Runner(nn.Module):
     def _run(self, inputs: dict[str, Tensor]) -> Tensor | None:
         """The model's logits, or None where the stage ends before them."""
         try:
-            return self.model(**inputs, use_cache=False).logits
+            output = self.model(**inputs, use_cache=False)
         except StageEnd:
             return None
+        self.router_loss = getattr(output, "aux_loss", None)
+        return output.logits
 
 
 def _differentiable(hidden: Tensor) -> Tensor:

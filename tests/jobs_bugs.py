@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshpar
 from meshpar.grads import local
+from tests import bug_models
 from tests.jobs import make, rows_of_rank
 
 
@@ -47,6 +48,13 @@ def train(config: dict, folder: str, batches: list[dict]) -> dict:
         "names": [n for n, _ in model.named_parameters()],
         "layers": len(model._runner.own_layers()),
     }
+
+
+def train_routed(config: dict, changes: dict, pieces: list[dict]) -> dict:
+    """One step of a mixture of experts whose rows come as a list of batches."""
+    model = make(config, source=bug_models.one_process("mixtral", **changes))
+    losses = [model.forward_backward([own_rows(model, piece) for piece in pieces]).item()]
+    return {"losses": losses, "grads": dict(model.full_tensors("grad"))}
 
 
 def train_in_pieces(config: dict, folder: str, batch: dict, pieces: int) -> dict:

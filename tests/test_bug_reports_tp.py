@@ -7,10 +7,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import MixtralConfig
 
 from tests import jobs_bugs as jobs
 from tests import jobs_dropout, models
-from tests.bug_models import Folders, assert_close, assert_gradients_close, label, mesh, tokens, whole_batch, world
+from tests.bug_models import (
+    LLAMA,
+    Folders,
+    assert_close,
+    assert_gradients_close,
+    label,
+    mesh,
+    one_process,
+    tokens,
+    whole_batch,
+    world,
+)
 
 
 @pytest.fixture(scope="session")
@@ -112,17 +124,9 @@ def test_vocabulary_of_129(pool, folders, sizes, tied):
 PHI3 = dict(num_hidden_layers=2)
 
 
-def test_fused_projections_are_refused_by_name(pool, folders):
-    """T06A: a row split of [q|k|v] or [gate|up] hands each rank the wrong mix."""
-    for message in pool.run(2, jobs.refusal, mesh(1, 1, 2), folders("phi3", **PHI3)):
-        assert message.startswith("ValueError")
-        assert "model.layers.0.self_attn.qkv_proj" in message or "model.layers.0.mlp.gate_up_proj" in message
-        assert "tp must be 1" in message
-
-
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1)], ids=str)
-def test_fused_projections_are_fine_without_tp(pool, folders, sizes):
-    """T06A."""
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_fused_projections_are_cut_part_by_part(pool, folders, sizes):
+    """T06A: a row split of [q|k|v] or [gate|up] hands each rank the wrong mix; at tp=4 two ranks share a kv head."""
     assert_close(pool, folders, mesh(*sizes), whole_batch(4, 16), family="phi3", **PHI3)
 
 
@@ -173,13 +177,43 @@ def test_generation_is_refused(pool, folders):
         assert "save_pretrained" in message
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2), (2, 1, 1)], ids=str)
-def test_mixtures_of_experts_are_refused(pool, folders, sizes):
-    """T31A: the router's balance loss would be lost."""
-    config = mesh(*sizes)
-    folder = folders("mixtral", num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)
-    for message in pool.run(world(config), jobs.refusal, config, folder):
-        assert message.startswith("ValueError: MixtralForCausalLM has 4 experts (num_local_experts)")
+ROUTED = dict(
+    num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5
+)
+
+
+@pytest.mark.parametrize("config", [mesh(1, 1, 1), mesh(1, 1, 2), mesh(1, 1, 2, sequence_parallel=False)], ids=label)
+def test_the_balance_loss_of_routers_is_that_of_one_process(pool, config):
+    """T31A: lost, or with a wrong factor, it leaves the loss curve plausible and the routers untrained."""
+    batch = whole_batch(4, 16)
+    source = one_process("mixtral", **ROUTED)
+    outputs = source(**batch, use_cache=False)
+    expected = outputs.loss
+    expected.backward()
+    assert outputs.aux_loss.item() > 1.5, "a term that shows"
+    results = pool.run(world(config), jobs.train_routed, config, ROUTED, [batch])
+    assert results[0]["losses"][0] == pytest.approx(expected.item(), abs=1e-6)
+    assert_gradients_close(results[0]["grads"], {n: p.grad for n, p in source.named_parameters()})
+
+
+@pytest.mark.parametrize("config", [mesh(1, 2, 1), mesh(1, 2, 2), mesh(1, 1, 2)], ids=label)
+def test_the_balance_loss_is_the_mean_over_microbatches(pool, config):
+    """T31A: its unit is one microbatch of one dp rank; a list of batches is as many microbatches."""
+    batch, source = whole_batch(4, 16), one_process("mixtral", **ROUTED)
+    halves = [{k: v[i : i + 2] for k, v in batch.items()} for i in (0, 2)]
+    losses = [source(**half, use_cache=False).loss / 2 for half in halves]
+    sum(losses).backward()
+    pieces = halves if config["dp_shard"] == 1 else [batch]
+    results = pool.run(world(config), jobs.train_routed, config, ROUTED, pieces)
+    assert results[0]["losses"][0] == pytest.approx(sum(losses).item(), abs=1e-6)
+    assert_gradients_close(results[0]["grads"], {n: p.grad for n, p in source.named_parameters()})
+
+
+def test_a_balance_loss_over_pipeline_stages_is_refused(pool):
+    """T31A: each stage has routers of its own, and the loss is a product over all of them."""
+    for message in pool.run(2, jobs.refusal, mesh(2, 1, 1), MixtralConfig(**{**LLAMA, **ROUTED})):
+        assert "balance loss (output_router_logits)" in message
+        assert "set pp to 1" in message
 
 
 # Dropout

@@ -9,6 +9,7 @@ from meshpar.anatomy import dissect
 from meshpar.config import ParallelConfig
 from meshpar.flow import Flow, follow
 from meshpar.load import skeleton_from_config
+from meshpar.plan import make_plan
 from meshpar.split import stage_ranges
 from tests import jobs, models
 
@@ -28,7 +29,7 @@ SCHEDULES = {"1F1B": {}, "Interleaved1F1B": dict(virtual_stages=2), "ZBVZeroBubb
 
 def flow_of(family: str, **changes) -> Flow:
     model = skeleton_from_config(models.tiny_config(family, **FAMILIES.get(family, {}), **changes))
-    return follow(model, dissect(model), torch.float32)
+    return follow(model, dissect(model), torch.float32, "pp=2")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -92,9 +93,10 @@ def test_a_model_that_needs_more_than_hidden_states_is_refused(family, changes, 
     model = skeleton_from_config(models.tiny_config(family, **changes))
     anatomy = dissect(model)
     with pytest.raises(ValueError, match=words):
-        stage_ranges(model, anatomy, ParallelConfig(pp=2, dp_shard=1), follow(model, anatomy, torch.float32))
+        stage_ranges(model, anatomy, ParallelConfig(pp=2, dp_shard=1), follow(model, anatomy, torch.float32, "pp=2"))
 
 
 def test_layers_dropped_at_random_are_refused():
+    model = skeleton_from_config(models.tiny_config("opt", **FAMILIES["opt"], layerdrop=0.1))
     with pytest.raises(ValueError, match="layerdrop to 0"):
-        flow_of("opt", layerdrop=0.1)
+        make_plan(model, ParallelConfig())
