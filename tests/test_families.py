@@ -1,0 +1,88 @@
+"""The table of model families: it says what the code does, and nothing in it is wrong.
+
+Every type is run by `make families`; here the most used ones are, and what the table says of all of them is checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from meshpar import ParallelConfig
+from meshpar.anatomy import dissect
+from meshpar.cli import main
+from meshpar.families import as_markdown, read_families
+from meshpar.load import meta_copy
+from meshpar.plan import make_plan
+from meshpar.split import stage_ranges
+from tests import sweep
+from tests.tiny_families import causal_types, tiny_model
+
+TABLE = read_families()
+DECLARED = [t for t in TABLE if getattr(CONFIG_MAPPING[t], "base_model_tp_plan", None)]
+# fmt: off
+MOST_USED = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo2", "granite",
+    "cohere2", "glm4", "smollm3", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "mixtral", "qwen2_moe",
+    "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "olmoe", "granitemoe",
+    "phimoe", "mamba2", "jamba", "stablelm",
+]
+# fmt: on
+REFUSED_PIPELINES = [t for t, f in TABLE.items() if f.results.get("2x1x1", "").startswith("refused")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    """transformers warns of every odd size in a tiny config."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_every_type_has_a_row_and_none_is_wrong():
+    assert list(TABLE) == causal_types()
+    assert [t for t, f in TABLE.items() if f.is_wrong] == []
+
+
+def test_the_page_shows_the_table():
+    assert sweep.DOC.read_text(encoding="utf-8") == as_markdown(TABLE)
+
+
+def test_most_types_run_and_the_rest_say_why():
+    passed = [t for t in DECLARED if TABLE[t].results.get("2x1x2") == "ok"]
+    assert len(passed) >= 105
+    assert sum((TABLE[t].share or 0) >= 0.95 for t in passed) >= 80
+    assert sum(f.results.get("2x1x1") == "ok" for f in TABLE.values()) >= 150
+    assert all(f.why for f in TABLE.values() if f.results.get("2x1x1") != "ok")
+
+
+@pytest.mark.parametrize("model_type", MOST_USED)
+def test_gradients_equal_one_process_as_the_table_says(pool, model_type):
+    family = TABLE[model_type]
+    assert sweep.run(pool, model_type, sweep.BOTH, family.sequence == "ok") == family.results["2x1x2"] == "ok"
+    assert sweep.shares(model_type) == (family.share, family.transformers_share)
+
+
+@pytest.mark.parametrize("model_type", REFUSED_PIPELINES)
+def test_pipelines_are_refused_with_the_sentence_in_the_table(model_type):
+    sentence = TABLE[model_type].results["2x1x1"].removeprefix("refused: ")
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        cut_in_two(meta_copy(tiny_model(model_type)))
+
+
+def cut_in_two(model):
+    config = ParallelConfig(pp=2, dp_shard=1, compute_dtype="float32")
+    return stage_ranges(model, dissect(model), config, make_plan(model, config).flow)
+
+
+def test_the_command_prints_the_table(capsys):
+    assert main(["families", "llama", "gpt_oss"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:5] for line in lines[1:]] == [
+        ["gpt_oss", "GptOssForCausalLM", "yes", "yes", "yes"],
+        ["llama", "LlamaForCausalLM", "yes", "yes", "yes"],
+    ]
+    assert main(["families", "lama"]) == 2
