@@ -6,6 +6,7 @@ operations move no data; a slice of their result reads only the slices of the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -24,9 +25,11 @@ aten = torch.ops.aten
 class LazyTensor(Tensor):
     """A tensor of a known shape whose elements come from ``read`` when a part of it is asked for.
 
-    ``read`` takes (start, stop) for every dimension. ``sources``: names of all that the tensor is made of. Of the
-    operations on it, stack, cat, split, slice, transpose and squeeze read no more than a part needs; any other reads
-    its inputs whole. ``dtype`` is what operations see; the parts come in the dtype that ``read`` gives.
+    ``read`` takes (start, stop) for every dimension. ``sources``: names of all that the tensor is made of. ``dtype``
+    is what operations see; the parts come in the dtype that ``read`` gives.
+
+    Of the operations, stack, cat, split, slice, transpose and squeeze read no more than a part needs; a reshape that
+    cuts or joins dimensions reads the rows around it; any other reads its inputs whole.
     """
 
     sources: frozenset[str]
@@ -47,7 +50,8 @@ class LazyTensor(Tensor):
     def part(self, index: Index | None = None) -> Tensor:
         """The tensor, or what ``index`` selects of it (one slice of step 1 a leading dimension)."""
         slices = (*(index or ()), *(slice(None),) * self.ndim)
-        return self._read([s.indices(size)[:2] for s, size in zip(slices, self.shape, strict=False)])
+        bounds = [s.indices(size) for s, size in zip(slices, self.shape, strict=False)]
+        return self._read([(start, max(start, stop)) for start, stop, _ in bounds])
 
     # Plain dispatch: results are wrapped below, not by Tensor's own subclass rules.
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -102,7 +106,7 @@ def _filled(shape: Sequence[int], parts: Iterable[tuple[Ranges, Tensor]], like: 
 
 
 def _sizes(ranges: Ranges) -> list[int]:
-    return [max(0, stop - start) for start, stop in ranges]
+    return [stop - start for start, stop in ranges]
 
 
 def _stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
@@ -115,7 +119,7 @@ def _stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
         rest, sizes = ranges[:dim] + ranges[dim + 1 :], _sizes(ranges)
         around = [(0, size) for size in sizes]
         picked = (
-            (around[:dim] + [(i, i + 1)] + around[dim + 1 :], t._read(rest).unsqueeze(dim))
+            (_put(around, dim, (i, i + 1)), t._read(rest).unsqueeze(dim))
             for i, t in enumerate(tensors[slice(*ranges[dim])])
         )
         return _filled(sizes, picked, first)
@@ -205,6 +209,48 @@ def _squeeze(tensor: LazyTensor, dim: int) -> LazyTensor:
     return LazyTensor(_without(tensor.shape, dim), read, tensor.sources, tensor.dtype)
 
 
+def _view(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:
+    new = list(torch.empty(tensor.shape, device="meta").view(shape).shape)
+    if not tensor.numel():
+        return _computed(aten.view.default, (tensor, new), {})
+    pairs = list(_regrouped(list(tensor.shape), new))
+
+    def read(ranges: Ranges) -> Tensor:
+        box, sizes, cut, wanted = [], [], [], iter(ranges)
+        for old_dims, new_dims in pairs:
+            around, got, inside = _box(old_dims, new_dims, [next(wanted) for _ in new_dims])
+            box, sizes, cut = box + around, sizes + got, cut + inside
+        return tensor._read(box).reshape(sizes)[tuple(slice(*c) for c in cut)]
+
+    return LazyTensor(new, read, tensor.sources, tensor.dtype)
+
+
+def _regrouped(old: list[int], new: list[int]) -> Iterable[tuple[list[int], list[int]]]:
+    """The shortest runs of dimensions with as many elements in both shapes."""
+    old, new = old[::-1], new[::-1]
+    while old or new:
+        a, b = [old.pop()] if old else [], [new.pop()] if new else []
+        while math.prod(a) != math.prod(b):
+            longer, rest = (b, new) if math.prod(a) > math.prod(b) else (a, old)
+            longer.append(rest.pop())
+        yield a, b
+
+
+def _box(old: list[int], new: list[int], want: Ranges) -> tuple[Ranges, list[int], Ranges]:
+    """For ``want`` of the dimensions ``new``: what to read of ``old``, its shape in ``new``, and the place in that."""
+    if len(old) == 1 and new:  # one cut into several: whole rows of the first
+        (start, stop), width = want[0], math.prod(new[1:])
+        return [(start * width, stop * width)], [stop - start, *new[1:]], [(0, stop - start), *want[1:]]
+    if len(new) == 1 and len(old) == 2:  # two joined: part of one row, or whole rows
+        (start, stop), width = want[0], old[1]
+        first, last = start // width, -(-stop // width)
+        shift = first * width
+        if last - first == 1:
+            return [(first, last), (start - shift, stop - shift)], [stop - start], [(0, stop - start)]
+        return [(first, last), (0, width)], [(last - first) * width], [(start - shift, stop - shift)]
+    return [(0, size) for size in old], new, want
+
+
 def _same(tensor: LazyTensor, **_: Any) -> LazyTensor:
     return LazyTensor(tensor.shape, tensor._read, tensor.sources, tensor.dtype)
 
@@ -217,6 +263,8 @@ _MAPPED: dict[Any, Callable[..., Any]] = {
     aten.split_with_sizes.default: _split,
     aten.transpose.int: _transpose,
     aten.squeeze.dim: _squeeze,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
     aten.clone.default: _same,
     aten.detach.default: _same,
     aten.alias.default: _same,

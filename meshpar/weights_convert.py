@@ -86,9 +86,10 @@ def _group(files: WeightSource, model: PreTrainedModel, conversions: list[Weight
         if target not in wanted and name in wanted:
             target, pattern = rename_source_key(name, [], [], prefix, wanted)
         if target in wanted:
-            transform = deepcopy(of_pattern[pattern]) if pattern else WeightRenaming(name, target)
-            transform, names = groups.setdefault(target, (transform, []))
-            if pattern is None and names or pattern and not isinstance(transform, WeightConverter):
+            if target not in groups:
+                groups[target] = (deepcopy(of_pattern[pattern]) if pattern else WeightRenaming(name, target), [])
+            transform, names = groups[target]
+            if names and not (pattern and isinstance(transform, WeightConverter)):
                 raise ValueError(f"the weights hold {target} twice, as {names[0]} and as {name}")
             names.append(name)
             transform.add_tensor(target, name, pattern or name, _leaf(files, name, wanted[target].dtype))
@@ -112,7 +113,7 @@ def _converted(
     try:
         made = transform.convert(target, model=model, config=model.config)
     except Exception as error:  # the operations check little: what a bad file makes them raise can be anything
-        raise ValueError(f"{target} cannot be made from {listed(names)}: {error}") from error
+        raise ValueError(f"{target} cannot be made from the weights {listed(names)}: {error}") from error
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
