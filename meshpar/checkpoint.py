@@ -104,7 +104,7 @@ def export(checkpoint_dir: str | Path, out_dir: str | Path) -> None:
     manifest = read_manifest(checkpoint_dir)
     stored, dtype = StoredTensors(checkpoint_dir), getattr(torch, manifest["dtype"])
     entries = [(name, shape, dtype) for name, shape in manifest["parameters"].items()]
-    entries += [(name, shape, getattr(torch, kind)) for name, (shape, kind) in manifest["buffers"].items()]
+    entries += [(name, shape, getattr(torch, kind)) for name, (shape, kind) in manifest.get("buffers", {}).items()]
     config = AutoConfig.from_pretrained(checkpoint_dir)
     skeleton = skeleton_from_config(config)
     pin_layout(skeleton)

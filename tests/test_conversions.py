@@ -2,6 +2,7 @@
 
 import random
 import resource
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from meshpar.load import Reader, meta_copy, open_model, skeleton_from_config
 from meshpar.weights_convert import ConvertedSource, original_layout, pin_layout
 from meshpar.weights_in import SafetensorsSource
 from meshpar.weights_out import write_pretrained
+from tests import jobs_conversions as jobs
 from tests.tiny_families import tiny_config, tiny_model
 from tests.weight_files import reloaded, saved
 
@@ -101,6 +103,24 @@ def test_a_model_is_written_in_the_layout_it_was_read_in(original, tmp_path):
     assert same(reloaded(written).state_dict(), model.state_dict())
 
 
+def test_writing_holds_one_tensor_of_the_model_at_a_time(tmp_path):
+    model = tiny_model("mixtral")
+    pin_layout(model)
+    tensors, alive, held = untied(model), weakref.WeakSet(), []
+
+    def arriving():
+        for name, tensor in tensors.items():
+            held.append(len(alive))
+            copied = tensor.clone()
+            alive.add(copied.untyped_storage())
+            yield name, copied
+            del copied
+
+    entries = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    write_pretrained(tmp_path, *original_layout(model, entries, arriving()), config=model.config, max_shard_size=1)
+    assert max(held) == 0
+
+
 def test_files_keep_their_dtype(tmp_path):
     source = source_of(saved(tiny_model("mixtral").bfloat16(), tmp_path))
     assert source.read("model.layers.0.mlp.experts.gate_up_proj", (slice(0, 0),)).dtype == torch.bfloat16
@@ -153,6 +173,15 @@ def test_experts_that_are_missing_or_too_many_are_named(tmp_path):
     assert "left over in the weights: model.layers.4.block_sparse_moe" in problem_with(tensors | deeper)
     fused = {"model.layers.1.mlp.experts.down_proj": torch.zeros(4, 32, 64)}
     assert "hold model.layers.1.mlp.experts.down_proj twice" in problem_with(tensors | fused)
+
+
+@pytest.mark.parametrize(("model_type", "config"), [("mixtral", {"tp": 2}), ("deepseek_v3", {"pp": 2})])
+def test_a_mesh_writes_the_files_it_read(pool, model_type, config, tmp_path):
+    read = saved(tiny_model(model_type), tmp_path / "read")
+    pool.run(2, jobs.read_and_write, read, config, tmp_path)
+    for written in (tmp_path / "saved", tmp_path / "exported"):
+        assert same(all_files(written), all_files(read))
+        assert same(reloaded(written).state_dict(), reloaded(read).state_dict())
 
 
 # ---- skeletons ----
