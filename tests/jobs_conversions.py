@@ -12,7 +12,7 @@ from meshpar import checkpoint
 
 
 def read_and_write(directory: Path, config: dict, out: Path) -> None:
-    """Read a directory onto the mesh; write it to ``out / "saved"`` and, by way of a checkpoint, ``out / "exported"``."""
+    """Read a directory onto the mesh; write it to "saved" in ``out`` and, by way of a checkpoint, to "exported"."""
     model = meshpar.parallelize_model(directory, meshpar.ParallelConfig(**config))
     model.save_pretrained(out / "saved", max_shard_size="100KB")
     checkpoint.save(out / "step-0", model, torch.optim.AdamW(model.parameters()), {})
