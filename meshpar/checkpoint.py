@@ -26,11 +26,13 @@ from torch.optim import Optimizer
 from transformers import AutoConfig, GenerationConfig
 
 from .config import MESH_SIZES
+from .load import skeleton_from_config
 from .mesh import DEFAULT_TIMEOUT
 from .model import ParallelModel
 from .optimizer_state import NamedOptimizer
 from .pieces import Piece, StoredTensors, parameter_piece, read_pieces, whole_piece, write_pieces
 from .rng import rng_state, seed_rank, set_rng_state
+from .weights_convert import original_layout, pin_layout
 from .weights_files import listed, resolve_directory
 from .weights_out import write_pretrained
 
@@ -71,7 +73,7 @@ def load(directory: str | Path, model: ParallelModel, optimizer: Optimizer) -> d
     state = named.empty_state(stored)
     rng = _empty_rng_state(stored, model) if manifest["mesh"] == _mesh_sizes(model) else {}
     rng_pieces = {_rng_prefix(model) + kind: whole_piece(tensor) for kind, tensor in rng.items()}
-    read_pieces(directory, _parameter_pieces(model) | named.pieces(state) | rng_pieces)
+    read_pieces(directory, _model_pieces(model) | named.pieces(state) | rng_pieces)
     named.load(state, manifest["groups"])
     extra = manifest["extra"]
     seed_rank(extra.get("seed", 0), extra.get("step", 0), model._mesh)
@@ -101,13 +103,16 @@ def export(checkpoint_dir: str | Path, out_dir: str | Path) -> None:
     checkpoint_dir = Path(checkpoint_dir)
     manifest = read_manifest(checkpoint_dir)
     stored, dtype = StoredTensors(checkpoint_dir), getattr(torch, manifest["dtype"])
-    shapes = manifest["parameters"]
+    entries = [(name, shape, dtype) for name, shape in manifest["parameters"].items()]
+    entries += [(name, shape, getattr(torch, kind)) for name, (shape, kind) in manifest.get("buffers", {}).items()]
+    config = AutoConfig.from_pretrained(checkpoint_dir)
+    skeleton = skeleton_from_config(config)
+    pin_layout(skeleton)
     has_generation = (checkpoint_dir / "generation_config.json").is_file()
     write_pretrained(
         out_dir,
-        [(name, shape, dtype) for name, shape in shapes.items()],
-        ((name, stored.read(f"param.{name}")) for name in shapes),
-        config=AutoConfig.from_pretrained(checkpoint_dir),
+        *original_layout(skeleton, entries, ((name, stored.read(f"param.{name}")) for name, *_ in entries)),
+        config=config,
         generation_config=GenerationConfig.from_pretrained(checkpoint_dir) if has_generation else None,
         tokenizer_source=_tokenizer_source(manifest["origin"]),
     )
@@ -186,6 +191,7 @@ def _snapshot(model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any])
         "mesh": _mesh_sizes(model),
         "dtype": model.parallel_config.param_dtype,
         "parameters": model._full.shapes,
+        "buffers": {n: (s, str(d).removeprefix("torch.")) for n, (s, d) in model._full.buffers.items()},
         "groups": named.groups(),
         "origin": _lasting(model._origin),
         "extra": extra,
@@ -194,16 +200,18 @@ def _snapshot(model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any])
     generation_config = getattr(model._runner.model, "generation_config", None)
     if generation_config is not None:
         files["generation_config.json"] = generation_config.to_json_string(keys_to_pop=["compile_config"])
-    return _Snapshot(_parameter_pieces(model) | named.pieces(optimizer.state) | rng, files)
+    return _Snapshot(_model_pieces(model) | named.pieces(optimizer.state) | rng, files)
 
 
 def _named(optimizer: Optimizer, model: ParallelModel) -> NamedOptimizer:
     return NamedOptimizer(optimizer, dict(model.named_parameters()), model._full.specs, model._mesh)
 
 
-def _parameter_pieces(model: ParallelModel) -> dict[str, Piece]:
+def _model_pieces(model: ParallelModel) -> dict[str, Piece]:
     specs, mesh = model._full.specs, model._mesh
-    return {f"param.{n}": parameter_piece(p, specs[n], mesh) for n, p in model.named_parameters()}
+    params = {f"param.{n}": parameter_piece(p, specs[n], mesh) for n, p in model.named_parameters()}
+    buffers = {f"param.{n}": whole_piece(b) for n, b in model.named_buffers() if n in model._full.buffers}
+    return params | buffers
 
 
 def _mesh_sizes(model: ParallelModel) -> dict[str, int]:

@@ -27,20 +27,22 @@ class FullTensors:
     flow: Flow
     shapes: dict[str, tuple[int, ...]]
     vocab_size: int
+    buffers: dict[str, tuple[tuple[int, ...], torch.dtype]]
     specs: dict[str, ParamSpec] = field(default_factory=dict)
     ranges: list[StageRange] = field(default_factory=list)
     stage_ranks: list[int] = field(default_factory=list)
 
     @classmethod
     def describe(cls, model: PreTrainedModel, mesh: Mesh, flow: Flow) -> FullTensors:
-        """Names and shapes of a whole model; tied tensors once, under the embedding's name."""
-        params = dict(model.named_parameters())
+        """Names and shapes of a whole model: tied tensors once, under the embedding's name; buffers that files hold."""
+        params, persistent = dict(model.named_parameters()), model.state_dict()
         return cls(
             mesh,
             dissect(model),
             flow,
             {n: tuple(p.shape) for n, p in params.items()},
             model.get_output_embeddings().weight.shape[0],
+            {n: (tuple(b.shape), b.dtype) for n, b in model.named_buffers() if n in persistent},
         )
 
     @property
@@ -69,6 +71,13 @@ class FullTensors:
                 value = param if what == "param" else param.grad
                 part = self._gather_stage(torch.zeros_like(param) if value is None else value, self.specs[name])
             yield name, self._to_rank0(part, owner, shape, next(iter(params.values())).dtype)
+
+    def gather_buffers(self, buffers: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+        """The buffers that files hold, in the same way; a stage's ranks all have its buffers whole."""
+        for name, (shape, dtype) in self.buffers.items():
+            owner = self._owner(name)
+            part = buffers[name].detach() if self.mesh.rank("pp") == owner else None
+            yield name, self._to_rank0(part, owner, shape, dtype)
 
     def _frozen(self, params: dict[str, nn.Parameter]) -> set[str]:
         own = {n for n, p in params.items() if not p.requires_grad}

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .layout import Stored
 from .mesh import Mesh
+from .skeleton import unallocated
 from .styles import ParamSpec
+from .weights_convert import ConvertedSource
 from .weights_in import (
     RandomSource,
     SafetensorsSource,
@@ -47,15 +48,16 @@ def open_model(model: str | Path | PreTrainedConfig | PreTrainedModel, seed: int
         return OpenedModel(skeleton, RandomSource(skeleton, seed), None)
     if not isinstance(model, (str, Path)):
         raise TypeError(f"model is a {type(model).__name__}; pass a path, a hub id, a config or a PreTrainedModel")
-    source = SafetensorsSource(model)
-    skeleton = skeleton_from_config(AutoConfig.from_pretrained(source.directory))
-    return OpenedModel(skeleton, source, str(model))
+    files = SafetensorsSource(model)
+    skeleton = skeleton_from_config(AutoConfig.from_pretrained(files.directory))
+    return OpenedModel(skeleton, ConvertedSource(files, skeleton), str(model))
 
 
 def skeleton_from_config(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of ``config`` with parameters on the meta device and buffers, which no file holds, computed."""
-    with init_empty_weights(include_buffers=False):
+    with unallocated() as check:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    check(model)
     model.tie_weights()
     return model
 
@@ -80,7 +82,7 @@ class Reader:
         label = type(skeleton).__name__
         check_names(self.names, wanted, tied, label, skeleton._keys_to_ignore_on_load_unexpected or ())
         check_shapes(source, self.names, {n: t.shape for n, t in wanted.items()})
-        if tied and isinstance(source, SafetensorsSource):
+        if tied and isinstance(source, ConvertedSource):
             check_tied(source, self.names, tied)
 
     def __call__(self, name: str, spec: ParamSpec, rows: tuple[int, int]) -> Tensor:

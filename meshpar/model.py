@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from .plan import Plan, Style, make_plan
 from .probe import check_shapes
 from .split import Runner, split_model, stage_ranges, stage_ranks, stages_of_rank
 from .styles import TensorParallel, apply_styles
+from .weights_convert import original_layout, pin_layout
 from .weights_out import write_pretrained
 
 log = logging.getLogger("meshpar")
@@ -69,6 +71,7 @@ def parallelize_model(
     the_plan = make_plan(skeleton, config, plan)
     reader = Reader(skeleton, opened.source, the_mesh)
     full = FullTensors.describe(skeleton, the_mesh, the_plan.flow)
+    pin_layout(skeleton)
 
     ranges = stage_ranges(skeleton, the_plan.anatomy, config, the_plan.flow)
     tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel)
@@ -261,14 +264,19 @@ class ParallelModel(nn.Module):
     ) -> None:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` opens, tokenizer included; collective.
 
-        Tensors are gathered one at a time; rank 0 holds at most one file of ``max_shard_size`` in memory. ``dtype``:
-        what to write, the parameters' own unless given.
+        Names and shapes on disk are those of the directory the model came from, else those that transformers' own
+        ``save_pretrained`` writes. Tensors are gathered one at a time; rank 0 holds at most one file of
+        ``max_shard_size`` in memory, and what belongs to one tensor. ``dtype``: what to write, the parameters' own
+        unless given; buffers keep theirs.
         """
         dtype = dtype or next(self.parameters()).dtype
+        full, buffers = self._full, dict(self.named_buffers())
+        entries = [(name, shape, dtype) for name, shape in full.shapes.items()]
+        entries += [(name, *described) for name, described in full.buffers.items()]
+        params = ((n, None if t is None else t.to(dtype)) for n, t in self.full_tensors("param"))
         write_pretrained(
             directory,
-            [(name, shape, dtype) for name, shape in self._full.shapes.items()],
-            ((n, None if t is None else t.to(dtype)) for n, t in self.full_tensors("param")),
+            *original_layout(self._runner.model, entries, chain(params, full.gather_buffers(buffers))),
             config=self.config,
             generation_config=getattr(self._runner.model, "generation_config", None),
             tokenizer_source=self._origin,
