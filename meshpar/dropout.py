@@ -9,7 +9,8 @@ drawn from the common one, so activation checkpointing, which restores that one,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,9 +28,9 @@ _OF_HEADS = {"attention_dropout", "attn_pdrop"}
 
 
 def dropout_names(model: PreTrainedModel) -> set[str]:
-    """The config's settings and the modules of ``model`` that drop with a probability above zero."""
+    """The config's settings and the modules of ``model`` that drop, or jitter, with a strength above zero."""
     settings = model.config.get_text_config().to_dict().items()
-    named = {k for k, v in settings if "drop" in k and isinstance(v, int | float) and v > 0}
+    named = {k for k, v in settings if ("drop" in k or "jitter" in k) and isinstance(v, int | float) and v > 0}
     return named | {n for n, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0}
 
 
@@ -38,47 +39,82 @@ def apply_dropout(model: PreTrainedModel, plan: Plan, tp: TensorParallel) -> Non
     names = dropout_names(model)
     if not names:
         return
-    for start, end in _split_regions(model, plan, tp.sequence_parallel):
-        stream = _OwnStream(tp.mesh.device_type, tp.rank)
-        start.register_forward_pre_hook(stream.enter)
-        for module in dict.fromkeys((start, end)):  # the start, too: an exception may never reach the end
-            module.register_forward_hook(stream.leave, always_call=True)
+    streams = _Streams(tp.mesh.device_type, tp.rank)
+    if tp.sequence_parallel:
+        for i in range(plan.anatomy.num_layers):
+            _run_in(streams.own, model.get_submodule(plan.anatomy.layer(i)))
+        # Routers must jitter alike, and the same mask on each rank's part of a sum is that mask on the sum.
+        for name, style in plan.items():
+            if style in ("whole", "block_sum"):
+                _run_in(streams.common, model.get_submodule(name))
+    else:
+        for start, end in _blocks(model, plan):
+            start.register_forward_pre_hook(lambda module, _: streams.enter() if module.training else None)
+            for module in (end, start):  # the start, too: an exception may never reach the end
+                module.register_forward_hook(lambda *_: streams.leave(), always_call=True)
     if names - _OF_HEADS:
         _check_once(model.get_submodule(plan.anatomy.base), tp)
 
 
-def _split_regions(model: nn.Module, plan: Plan, sequence_parallel: bool) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(where it starts, where it ends): decoder layers, or blocks up to their rowwise sum, which replicates again."""
-    if sequence_parallel:
-        for i in range(plan.anatomy.num_layers):
-            layer = model.get_submodule(plan.anatomy.layer(i))
-            yield layer, layer
-        return
+def _blocks(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(block, its rowwise projection): what lies between is split, what comes after the sum is not."""
     for name, role in plan.roles.items():
         block = name.rpartition(".")[0]
         if role == "rowwise" and plan.get(block) == "block":
             yield model.get_submodule(block), model.get_submodule(name)
 
 
-class _OwnStream:
+def _run_in(stream: Callable[[], AbstractContextManager[None]], module: nn.Module) -> None:
+    """Inside the module's forward, so that what computes it again switches again."""
+    inner = module.forward
+
+    def forward(*args, **kwargs):
+        with stream() if module.training else nullcontext():
+            return inner(*args, **kwargs)
+
+    module.forward = forward
+
+
+class _Streams:
     """Switches the device's default generator between the common stream and this rank's own."""
 
     def __init__(self, device_type: str, rank: int) -> None:
         self.device_type, self.rank = device_type, rank
-        self.common: Tensor | None = None
+        self._common: Tensor | None = None  # the common stream's state, while this rank is on its own
 
-    def enter(self, module: nn.Module, args: tuple) -> None:
-        if not module.training:
-            return
+    def enter(self) -> None:
+        """Leave the common stream for one that starts from a number drawn from it."""
         seed = int(torch.randint(2**62, (), device="cpu"))
         generator = _generator(self.device_type)
-        self.common = generator.get_state()
+        self._common = generator.get_state()
         generator.manual_seed(seed + self.rank)
 
-    def leave(self, module: nn.Module, args: tuple, output: Tensor) -> None:
-        if module.training and self.common is not None:
-            _generator(self.device_type).set_state(self.common)
-            self.common = None
+    def leave(self) -> None:
+        """Back to the common stream, if this rank had left it."""
+        if self._common is not None:
+            _generator(self.device_type).set_state(self._common)
+            self._common = None
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """This rank's own stream."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """The common stream, within `own`."""
+        generator = _generator(self.device_type)
+        own, common = generator.get_state(), self._common
+        generator.set_state(common)
+        try:
+            yield
+            self._common = generator.get_state()
+        finally:
+            generator.set_state(own)
 
 
 def _generator(device_type: str) -> torch.Generator:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from . import comm
@@ -231,13 +232,16 @@ def _block_sum(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
 
 def _whole(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
     module.register_forward_pre_hook(lambda _, args, kwargs: map_hidden(args, kwargs, tp.whole), with_kwargs=True)
-    module.register_forward_hook(lambda _, args, out: _split_output(out, tp))
+    module.register_forward_hook(lambda _, args, out: _split_output(module, out, tp))
 
 
-def _split_output(output: Tensor | tuple, tp: TensorParallel) -> Tensor | tuple:
+def _split_output(module: nn.Module, output: Tensor | tuple, tp: TensorParallel) -> Tensor | tuple:
     """Everything that a module which runs whole returns for each position goes back to sequence shards."""
     if not isinstance(output, tuple):
         return tp.split(output)
+    own = {id(p) for p in module.parameters(recurse=False)}
+    if tp.sequence_parallel and any(id(x) in own for x in tree_leaves(output)):
+        raise ValueError(f"a {type(module).__name__} returns a parameter, for use on parts of the sequence")
 
     def has_positions(x: object) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point() and x.shape[:2] == output[0].shape[:2]

@@ -73,6 +73,18 @@ def residual_masks(config: dict, folder: str, ids: torch.Tensor) -> list[torch.T
     return masks
 
 
+def router_logits(config: dict, folder: str, ids: torch.Tensor) -> list[torch.Tensor]:
+    """What each layer's router makes of the tokens on this rank, in training."""
+    model, seen = make(config, source=folder), []
+    for name, module in model._runner.model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(lambda _, args, out: seen.append(out[0].detach()))
+    _seed_by_dp_rank(model)
+    with torch.no_grad():
+        model(ids)
+    return seen
+
+
 def slope(config: dict, folder: str, batch: dict, step: float = 1e-3) -> dict:
     """Gradients, their norm, and the loss's slope along them by central differences, always from the same seed."""
     model = make(config, source=folder)

@@ -23,9 +23,9 @@ def family_batch(rows: int = 4, seq: int = 16) -> dict:
     return batch
 
 
-def outcome(model_type: str, config: dict) -> dict:
+def outcome(model_type: str, config: dict, **changes) -> dict:
     """How far the mesh is from one process on rank 0 ({} elsewhere), or why construction refused."""
-    source, batch = tiny_model(model_type), family_batch()
+    source, batch = tiny_model(model_type, **changes), family_batch()
     try:
         model = meshpar.parallelize_model(source, meshpar.ParallelConfig(**config, compute_dtype="float32"))
     except ValueError as error:
@@ -53,6 +53,29 @@ def outcome(model_type: str, config: dict) -> dict:
         "worst": worst,
         "norm": abs(norm / models.global_norm(wanted) - 1),
     }
+
+
+ADAMW = dict(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)
+
+
+def after_adamw(model_type: str, config: dict, **changes) -> dict:
+    """Relative distances of all parameters from one process after three clipped AdamW steps on rank 0."""
+    source = tiny_model(model_type, **changes)
+    model = meshpar.parallelize_model(source, meshpar.ParallelConfig(**config, compute_dtype="float32"))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    reference = torch.optim.AdamW(source.parameters(), **ADAMW)
+    for seed in range(3):
+        batch = models.make_batch(4, 16, seed=seed)
+        model.forward_backward(rows_of_rank(batch, model.mesh))
+        model.clip_grad_norm_(1.0)
+        models.reference_loss(source, batch).backward()
+        torch.nn.utils.clip_grad_norm_(source.parameters(), 1.0)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    params = dict(model.full_tensors("param"))
+    own = {n: p.detach() for n, p in source.named_parameters()}
+    return {n: models.relative(params[n], p) for n, p in own.items()} if dist.get_rank() == 0 else {}
 
 
 def _gradients(model) -> dict[str, torch.Tensor]:

@@ -218,11 +218,15 @@ def test_a_balance_loss_over_pipeline_stages_is_refused(pool):
 
 # Dropout
 
-DROPOUT = {"llama": dict(attention_dropout=0.5), "starcoder2": dict(residual_dropout=0.3, embedding_dropout=0.1)}
+DROPOUT = {
+    "llama": dict(attention_dropout=0.5),
+    "starcoder2": dict(residual_dropout=0.3, embedding_dropout=0.1),
+    "falcon": dict(attention_dropout=0.2, hidden_dropout=0.2),
+}
 
 
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
-@pytest.mark.parametrize("family", DROPOUT)
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
 def test_dropout_is_shared_by_tp_peers_and_not_by_dp_ranks(pool, folders, family, sp):
     """T15A: the same rows on both dp ranks, seeded by dp rank."""
     config, changes = mesh(1, 2, 2, sequence_parallel=sp), DROPOUT[family]
@@ -290,6 +294,24 @@ def test_recomputation_and_backward_use_the_masks_of_the_forward(pool, folders, 
         grads[mode] = result[0]["grads"]
     assert_gradients_close(grads["selective"], grads["none"])
     assert_gradients_close(grads["full"], grads["none"])
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_what_runs_whole_drops_alike(pool, folders, checkpointing):
+    """T15A: attention that no rule splits, between layers that run on sequence shards."""
+    config, folder = mesh(1, 1, 2, activation_checkpoint=checkpointing), folders("falcon", **DROPOUT["falcon"])
+    for result in pool.run(2, jobs_dropout.slope, config, folder, whole_batch(4, 16)):
+        assert result["slope"] == pytest.approx(result["norm"], rel=2e-3)
+
+
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
+def test_routers_jitter_alike(pool, folders, sp):
+    """T15A: tp peers that send a token to different experts add up halves of different outputs."""
+    config, folder = mesh(1, 1, 2, sequence_parallel=sp), folders("mixtral", router_jitter_noise=0.5)
+    one, peer = pool.run(2, jobs_dropout.router_logits, config, folder, tokens(2, 16))
+    still, _ = pool.run(2, jobs_dropout.router_logits, config, folders("mixtral"), tokens(2, 16))
+    assert all(torch.equal(mine, yours) for mine, yours in zip(one, peer, strict=True))
+    assert not torch.equal(one[0], still[0])
 
 
 def test_tp_peers_with_different_seeds_are_refused(pool, folders):

@@ -18,7 +18,7 @@ from meshpar.families import as_markdown, read_families
 from meshpar.load import meta_copy
 from meshpar.plan import make_plan
 from meshpar.split import stage_ranges
-from tests import sweep
+from tests import jobs_families, sweep
 from tests.tiny_families import causal_types, tiny_model
 
 TABLE = read_families()
@@ -64,6 +64,32 @@ def test_gradients_equal_one_process_as_the_table_says(pool, model_type):
     family = TABLE[model_type]
     assert sweep.run(pool, model_type, sweep.BOTH, family.sequence == "ok") == family.results["2x1x2"] == "ok"
     assert sweep.shares(model_type) == (family.share, family.transformers_share)
+
+
+# Heads, kv heads, expert widths and FFN widths that tp does not divide; kv heads fewer than tp.
+ODD = {
+    "phi3": dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=48, intermediate_size=62),
+    "gpt_neox": {},
+    "deepseek_v3": dict(moe_intermediate_size=50),
+    "gpt_oss": dict(num_attention_heads=6, num_key_value_heads=2, intermediate_size=46),
+    "mixtral": dict(intermediate_size=50),
+    "minimax_m2": {},
+    "cohere": dict(use_qk_norm=True),
+}
+
+
+@pytest.mark.parametrize("tp", [3, 4])
+@pytest.mark.parametrize("model_type", ODD)
+def test_gradients_equal_one_process_where_tp_does_not_divide(pool, model_type, tp):
+    result = pool.run(tp, jobs_families.outcome, model_type, sweep.config_of((1, 1, tp)), **ODD[model_type])[0]
+    assert result.get("ok"), result
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "phi3", "deepseek_v3"])
+def test_padding_stays_out_of_adamw_steps(pool, model_type):
+    off = pool.run(3, jobs_families.after_adamw, model_type, sweep.config_of((1, 1, 3)), **ODD[model_type])[0]
+    worst = max(off, key=off.__getitem__)
+    assert off[worst] <= 1e-5, worst
 
 
 @pytest.mark.parametrize("model_type", REFUSED_PIPELINES)
