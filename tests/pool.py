@@ -99,6 +99,8 @@ class WorkerPool:
 
 
 def _serve(connection) -> None:
+    import gc
+
     import torch
     import torch.distributed as dist
 
@@ -126,3 +128,5 @@ def _serve(connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         connection.send(reply)
+        del reply
+        gc.collect()  # a model is full of cycles, and each of its groups would keep threads that poll
