@@ -19,7 +19,6 @@ class Anatomy:
     layers: str
     num_layers: int
     embedding: str
-    tail: tuple[str, ...]
     head: str
     tied: bool
 
@@ -47,16 +46,9 @@ def dissect(model: PreTrainedModel) -> Anatomy:
         layers=names[layers],
         num_layers=len(layers),
         embedding=names[embedding],
-        tail=tuple(names[m] for m in _after(model.get_submodule(names[layers].rpartition(".")[0]), layers)),
         head=names[head],
         tied=getattr(head, "weight", None) is embedding.weight,
     )
-
-
-def _after(parent: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
-    children = list(parent.children())
-    following = children[children.index(layers) + 1 :]
-    return [m for m in following if next(m.parameters(), None) is not None]
 
 
 def _embedding(model: PreTrainedModel) -> nn.Module | None:

@@ -287,6 +287,7 @@ def _difference(manifest: dict[str, Any], model: ParallelModel) -> str | None:
     wrong = [f"{n} {there[n]} there, {here[n]} here" for n in there.keys() & here.keys() if there[n] != here[n]]
     problems = {
         "parameters it lacks": here.keys() - there.keys(),
+        "buffers it lacks": model._full.buffers.keys() - manifest.get("buffers", {}).keys(),
         "parameters the model lacks": there.keys() - here.keys(),
         "other shapes": wrong,
     }

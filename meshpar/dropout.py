@@ -23,7 +23,7 @@ from .plan import Plan
 if TYPE_CHECKING:
     from .styles import TensorParallel
 
-# Drop attention weights, which are split by heads on every mesh.
+# Drop attention weights, which in a block are split by heads on every mesh.
 _OF_HEADS = {"attention_dropout", "attn_pdrop"}
 
 
@@ -52,7 +52,8 @@ def apply_dropout(model: PreTrainedModel, plan: Plan, tp: TensorParallel) -> Non
             start.register_forward_pre_hook(lambda module, _: streams.enter() if module.training else None)
             for module in (end, start):  # the start, too: an exception may never reach the end
                 module.register_forward_hook(lambda *_: streams.leave(), always_call=True)
-    if names - _OF_HEADS:
+    alike = any(style in ("whole", "block_sum") for style in plan.values())
+    if names - _OF_HEADS or alike:
         _check_once(model.get_submodule(plan.anatomy.base), tp)
 
 

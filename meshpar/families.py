@@ -114,8 +114,8 @@ def as_markdown(table: Mapping[str, Family]) -> str:
         f"Passed: {passed['1x1x2']} at 1x1x2, {passed['2x1x1']} at 2x1x1, {passed['2x1x2']} at 2x1x2, "
         f"{passed['2x2x2']} of {tried} tried at 2x2x2. Wrong results: {sum(f.is_wrong for f in runnable)}.",
         "",
-        '"Divided" is the share of the decoder layers\' multiply-adds that tp divides (attention at 4096 tokens; tiny '
-        'configs), "transformers" the same by the model\'s own plan in transformers.',
+        '"Divided" is the share of the decoder layers\' multiply-adds that tp divides, "transformers" the same by the '
+        "model's own plan in transformers, at the config class's default size with attention over 4096 tokens.",
         "",
         "| type | architecture | tp | sequence parallel | pp | 2x1x2 | divided | transformers | why not |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

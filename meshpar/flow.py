@@ -42,6 +42,7 @@ class Flow:
     returns one tensor.
     ``trailing``: hidden states are [batch, seq, *trailing]. ``uncut``: layers that must follow the one before them on
     the same stage -> why. ``behind``: parts with parameters, beside the layers, that run only once the first layer has.
+    ``mixed``: what runs, or is read, both before the first layer and later.
     """
 
     before: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class Flow:
     trailing: tuple[int, ...] = ()
     uncut: Mapping[int, str] = field(default_factory=dict)
     behind: frozenset[str] = frozenset()
+    mixed: tuple[str, ...] = ()
 
 
 def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype, wanted_by: str) -> Flow:
@@ -81,6 +83,7 @@ def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype, wanted_
         tuple(recorder.shapes[0][2:]) if recorder.shapes else (),
         {i: f"{label} {why}" for i, why in sorted(recorder.uncut.items())},
         recorder.on_shards(),
+        tuple(recorder.mixed()),
     )
 
 
@@ -353,6 +356,11 @@ class _Recorder(NoData):
     def on_shards(self) -> frozenset[str]:
         """Parts beside the layers that never run before the first of them."""
         return frozenset(n for n in self._beside("") if (phases := self._calls.get(n)) and _BEFORE not in phases)
+
+    def mixed(self) -> Iterator[str]:
+        """Parts that run before the first layer and later, and parameters read later that no running part holds."""
+        yield from (n for n in self._beside("") if _BEFORE in (phases := self._calls.get(n, set())) and len(phases) > 1)
+        yield from (names[0] for phase, names in self._direct if phase != _BEFORE)
 
     def _beside(self, name: str) -> Iterator[str]:
         """The largest modules beside the list of layers that are called as modules; a mere container is opened."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from .layout import Stored
 from .mesh import Mesh
-from .skeleton import unallocated
+from .skeleton import without_parameters
 from .styles import ParamSpec
 from .weights_convert import ConvertedSource
 from .weights_in import (
@@ -55,9 +55,7 @@ def open_model(model: str | Path | PreTrainedConfig | PreTrainedModel, seed: int
 
 def skeleton_from_config(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of ``config`` with parameters on the meta device and buffers, which no file holds, computed."""
-    with unallocated() as check:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-    check(model)
+    model = without_parameters(lambda: AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32))
     model.tie_weights()
     return model
 

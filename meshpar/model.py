@@ -25,7 +25,7 @@ from .fsdp import apply_fsdp, discard_step, materialize, reshard
 from .full import FullTensors
 from .grads import GradientSums, clip_, counted, global_norm
 from .layout import spread
-from .load import Reader, load_buffers, open_model
+from .load import Reader, load_buffers, meta_copy, open_model
 from .loss import count_targets, cross_entropy_sum
 from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device, init_distributed
 from .pipeline import Pipeline
@@ -75,8 +75,9 @@ def parallelize_model(
 
     ranges = stage_ranges(skeleton, the_plan.anatomy, config, the_plan.flow)
     tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel)
+    unmodified = meta_copy(skeleton) if tp.size > 1 else skeleton
     specs = apply_styles(skeleton, the_plan, tp, config)
-    check_shapes(skeleton, the_plan, tp)
+    check_shapes(skeleton, unmodified, the_plan, tp)
     apply_checkpointing(skeleton, the_plan.anatomy, config.activation_checkpoint, tp)
     own = [ranges[i] for i in stages_of_rank(config, the_mesh.rank("pp"))]
     stages = split_model(skeleton, the_plan.anatomy, own, the_plan.flow)
@@ -135,7 +136,7 @@ class ParallelModel(nn.Module):
         self._counted = {n for n in params if n != skipped}
         self._last_backward = -1
         self._divisor = torch.ones((), dtype=torch.float64)
-        self._router_weight, self._pieces = float(getattr(runner.model, "router_aux_loss_coef", 0.0)), 1
+        self._router_weight, self._router_part = float(getattr(runner.model, "router_aux_loss_coef", 0.0)), 0.0
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -214,7 +215,8 @@ class ParallelModel(nn.Module):
                 {"input_ids": input_ids, "labels": input_ids, **inputs}, self._mesh.device, self._full.vocab_size
             )
             return CausalLMOutput(logits=self._whole_logits(self._pipeline.logits(batch).detach()))
-        [(batch, _)], self._divisor = self._prepare({"input_ids": input_ids, "labels": labels, **inputs})
+        [(batch, count)], self._divisor = self._prepare({"input_ids": input_ids, "labels": labels, **inputs})
+        self._router_part *= count  # here a batch is one piece
         own = self._loss(self._pipeline.logits(batch), batch.targets).float()
         loss = own + (self._everywhere(own.detach()) - own).detach()
         if loss.requires_grad:
@@ -297,7 +299,9 @@ class ParallelModel(nn.Module):
         for one in batches:
             count = choose_microbatches(self.parallel_config, one.rows)
             cut.append((one.padded_to(-(-one.rows // count) * count), count))
-        self._pieces = self._mesh.size("dp") * sum(count for _, count in cut)
+        if self._has_router_loss:
+            added = any(b["input_ids"].shape[0] != piece.rows for b, (piece, _) in zip(given, cut, strict=True))
+            self._router_part = self._part_of_a_piece(sum(count for _, count in cut), added, targets)
         return cut, targets.clamp(min=1)
 
     def _agree(self, counted: Tensor, batches: int) -> Tensor:
@@ -324,7 +328,22 @@ class ParallelModel(nn.Module):
         balance = self._runner.router_loss
         if balance is None:
             return 0.0
-        return scale_grad(balance, 1 / self._mesh.size("tp")) * (self._router_weight / self._pieces)
+        return scale_grad(balance, 1 / self._mesh.size("tp")) * (self._router_weight * self._router_part)
+
+    @property
+    def _has_router_loss(self) -> bool:
+        return bool(getattr(self.config.get_text_config(), "output_router_logits", False))
+
+    def _part_of_a_piece(self, pieces: int, added_rows: bool, targets: Tensor) -> float:
+        """One over the number of microbatches of all dp ranks; 0 where nothing counts."""
+        sums = torch.tensor([pieces, int(added_rows)], device=self._mesh.device)
+        dist.all_reduce(sums, group=self._mesh.group("dp"))
+        if sums[1] > 0:
+            raise ValueError(
+                "the routers' balance loss would see rows that fill a batch up: give every dp rank rows that its "
+                "number of microbatches divides, or set output_router_logits to false in the model's config"
+            )
+        return 1 / int(sums[0]) if targets > 0 else 0.0
 
     def _everywhere(self, loss: Tensor) -> Tensor:
         """Sum over dp and pp, in float64 until the end; tp ranks hold the same value already."""

@@ -118,6 +118,11 @@ def verify(
     agree, the last module in forward order whose gradient is wrong: the backward went wrong there.
     """
     parallel = parallelize_model(model, _in_float32(config), plan=plan, seed=seed)
+    if getattr(parallel.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "verify compares the loss of tokens alone; set output_router_logits to false in the model's config, and "
+            "the rest is as it will be in training"
+        )
     batch = random_batch(parallel) if batch is None else dict(batch)
     parallel.train(not dropout_names(parallel._runner.model))
     reference = _reference(model, parallel)

@@ -115,6 +115,7 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     anatomy = dissect(model)
     refuse_layerdrop(model)
     flow = _follow(model, anatomy, config)
+    _check_mixed(model, flow, config)
     blocks = _blocks(model, anatomy) if config.tp > 1 else {}
     _check_router_loss(model, anatomy, blocks, config)
     roles = _roles(model, anatomy, blocks, flow, config)
@@ -138,23 +139,46 @@ def _follow(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig) ->
     return Flow()
 
 
+def _check_mixed(model: PreTrainedModel, flow: Flow, config: ParallelConfig) -> None:
+    if flow.mixed and config.tp > 1 and config.sequence_parallel:
+        raise ValueError(
+            f"{type(model).__name__} uses {flow.mixed[0]} on the whole sequence and on shards of it; set "
+            "sequence_parallel to false"
+        )
+
+
 def _check_router_loss(
     model: PreTrainedModel, anatomy: Anatomy, blocks: Mapping[str, Block], config: ParallelConfig
 ) -> None:
     """The routers' balance loss, where the model's config asks for it, is one product over all layers' routers."""
-    if not getattr(model.config.get_text_config(), "output_router_logits", False):
+    settings, label = model.config.get_text_config(), type(model).__name__
+    if getattr(settings, "z_loss_coefficient", 0):
+        raise ValueError(f"{label}'s config asks for a z-loss, which meshpar does not add; set z_loss_coefficient to 0")
+    if not getattr(settings, "output_router_logits", False):
         return
-    whole = [n for n, m in layer_children(model, anatomy) if n not in blocks and _has_experts(m)]
+    if not hasattr(model, "router_aux_loss_coef"):
+        raise ValueError(
+            f"{label}'s config asks for the routers' balance loss (output_router_logits), whose coefficient meshpar "
+            "does not find; set output_router_logits to false in the model's config"
+        )
+    whole = [n for n, m in layer_children(model, anatomy) if n not in blocks and _may_route(model, m)]
     setting = "pp" if config.pp > 1 else "tp" if config.tp > 1 and whole else None
     if setting:
         raise ValueError(
-            f"{type(model).__name__}'s config asks for the routers' balance loss (output_router_logits), which needs "
-            f"{setting}=1 here; set {setting} to 1, or output_router_logits to false in the model's config"
+            f"{label}'s config asks for the routers' balance loss (output_router_logits), which needs {setting}=1 "
+            f"here; set {setting} to 1, or output_router_logits to false in the model's config"
         )
 
 
-def _has_experts(module: nn.Module) -> bool:
-    return any(p.ndim == 3 for p in module.parameters())
+def _may_route(model: PreTrainedModel, module: nn.Module) -> bool:
+    """Whether ``module`` has a router whose logits transformers records; if it names none, any parameter may be one."""
+    decoder = model.get_decoder()
+    recorded = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", ())
+    recorders = recorded if isinstance(recorded, list | tuple) else [recorded]
+    routers = tuple(getattr(r, "target_class", r) for r in recorders)
+    if not routers or not all(isinstance(r, type) for r in routers):
+        return next(module.parameters(), None) is not None
+    return any(isinstance(m, routers) for m in module.modules())
 
 
 def layer_children(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[tuple[str, nn.Module]]:

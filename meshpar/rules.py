@@ -11,10 +11,12 @@ the ranks make of their own heads, features or parts of experts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import nn
 
 from .layout import HeadLayout, Layout, Part, first_only, heads, spread
@@ -119,12 +121,16 @@ def _unexplained(block: nn.Module, found: Block) -> list[str]:
     known = tuple(f"{module}." for module in found.styles)
     names = [n for n, _ in block.named_parameters() if n not in found.cuts and n not in found.whole]
     names += [n for n, m in block.named_children() if next(m.parameters(), None) is None and not _is_harmless(n, m)]
+    heads = found.heads[0] if found.heads else 1
+    names += [n for n, b in block.named_buffers() if heads > 1 and heads in b.shape]  # slopes or decays of each head
     return [n for n in names if not f"{n}.".startswith(known)]
 
 
 def _is_harmless(name: str, module: nn.Module) -> bool:
     """Element-wise, or on each head: activation functions, dropout, rotary embeddings, norms of heads."""
     where = type(module).__module__
+    if isinstance(module, nn.Softmax | nn.LogSoftmax | nn.Softmax2d | nn.GLU | nn.MultiheadAttention):
+        return False
     if where.endswith((".activation", ".activations", ".dropout")) or isinstance(module, nn.Identity):
         return True
     return "rotary" in name or "act" in name.split("_") or name in (*_QUERY_NORMS, *_KEY_NORMS, "qk_norm", "v_norm")
@@ -166,7 +172,10 @@ def _attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
         return None
     v_width = sizes[v][0] // kv_heads
     q_heads = sizes[out][1] // v_width
-    if sizes[out][1] % v_width or sizes[q][0] % q_heads or q_heads % kv_heads:
+    if sizes[out][1] % v_width or q_heads % kv_heads:
+        return None
+    gated = sizes[q][0] == 2 * q_heads * head_dim and declared.get(q) == "colwise"  # each head's gate beside its query
+    if sizes[q][0] != q_heads * head_dim and not gated:
         return None
     found = Block(heads=(q_heads, kv_heads))
     found.colwise(block, q, Units(q_heads, sizes[q][0] // q_heads, "q"))
@@ -197,7 +206,7 @@ def _head_norm(block: nn.Module, found: Block, name: str, units: Units) -> None:
     """A norm of each head (one weight for all, or one a head), or over all of them, which needs their statistics."""
     params = dict(block.get_submodule(name).named_parameters())
     shapes = {tuple(p.shape) for p in params.values()}
-    if shapes <= {(units.width,), (units.width // 2,), (1,)} and (units.count * units.width,) not in shapes:
+    if shapes <= {(units.width,), (units.width // 2,), (1,)} and params.keys() <= {"weight", "bias"}:
         found.styles[name] = "replicate"
     elif shapes == {(units.count, units.width)}:
         found.styles[name] = "by_head"
@@ -209,9 +218,20 @@ def _head_norm(block: nn.Module, found: Block, name: str, units: Units) -> None:
 def _wide_norm(found: Block, name: str, norm: nn.Module, units: tuple[Units, ...]) -> None:
     """An RMSNorm over a dimension that is cut: its mean square is summed over the ranks."""
     width = sum(u.count * u.width for u in units)
-    if [(n, tuple(p.shape)) for n, p in norm.named_parameters()] == [("weight", (width,))]:
+    if [(n, tuple(p.shape)) for n, p in norm.named_parameters()] == [("weight", (width,))] and _is_rms_norm(norm):
         found.styles[name] = "colwise_norm"
         found.cuts[f"{name}.weight"] = Cut(0, units)
+
+
+def _is_rms_norm(norm: nn.Module) -> bool:
+    """Whether it computes weight * x / sqrt(mean(x^2) + eps), and not (1 + weight) * ... or a LayerNorm: tried out."""
+    generator, twin = torch.Generator().manual_seed(0), copy.deepcopy(norm)
+    weight, x = torch.randn(2, norm.weight.shape[0], generator=generator)
+    twin.weight = nn.Parameter(weight, requires_grad=False)
+    eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+    if not isinstance(eps, float):
+        return False
+    return torch.allclose(twin(x), weight * x * torch.rsqrt(x.pow(2).mean() + eps), rtol=1e-4, atol=1e-5)
 
 
 def _latent_attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:

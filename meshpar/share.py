@@ -23,7 +23,6 @@ _DIVIDED = {
     "rowwise_rep",
 }
 _OUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-SEQ_LEN = 4096  # of the attention scores
 
 
 @dataclass(frozen=True)
@@ -34,19 +33,19 @@ class Share:
     transformers: float
 
 
-def divided_share(model: PreTrainedModel, plan: Plan) -> Share:
-    """The share of the decoder layers' multiply-adds a token that tp divides, attention over `SEQ_LEN` included.
+def divided_share(model: PreTrainedModel, plan: Plan, seq_len: int = 4096) -> Share:
+    """The share of the decoder layers' multiply-adds a token that tp divides, attention over ``seq_len`` included.
 
     A matrix counts with its elements, stacked experts with the part of them that a token visits. Scans and
     convolutions of recurrent layers count with their weights alone.
     """
-    work = list(_work(model, plan))
+    work = list(_work(model, plan, seq_len))
     total = sum(flops for flops, _, _ in work)
     ours, theirs = (sum(flops for flops, *by in work if by[i]) for i in range(2))
     return Share(ours / total, theirs / total) if total else Share(0.0, 0.0)
 
 
-def _work(model: PreTrainedModel, plan: Plan) -> Iterator[tuple[float, bool, bool]]:
+def _work(model: PreTrainedModel, plan: Plan, seq_len: int) -> Iterator[tuple[float, bool, bool]]:
     """(multiply-adds a token, divided by meshpar, divided by transformers) of each matrix and attention."""
     declared, visited = declared_styles(model), _visited_experts(model)
     for name, param in model.named_parameters():
@@ -62,7 +61,7 @@ def _work(model: PreTrainedModel, plan: Plan) -> Iterator[tuple[float, bool, boo
         if out is not None and _has_heads(module):
             by_heads = name in plan.blocks and plan.blocks[name].heads is not None
             width = module.get_submodule(out).in_features
-            yield SEQ_LEN * width, by_heads, declared_style(declared, f"{name}.{out}") in ("rowwise", "rowwise_rep")
+            yield seq_len * width, by_heads, declared_style(declared, f"{name}.{out}") in ("rowwise", "rowwise_rep")
 
 
 def _has_heads(module: nn.Module) -> bool:

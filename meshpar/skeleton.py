@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
 from torch.overrides import TorchFunctionMode
-
-from .weights_files import listed
+from transformers import PreTrainedModel
 
 LARGE = 2**24  # elements; buffers are smaller, and what a layer makes below it is freed before the next
 FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
@@ -29,19 +26,13 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def unallocated() -> Iterator[Callable[[nn.Module], None]]:
-    """Models built here have their parameters on the meta device and real buffers.
+def without_parameters(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """What ``build`` makes, with its parameters on the meta device and real buffers.
 
     `init_empty_weights` moves a parameter to meta once a module has it; one that was never in memory is needed for the
-    experts of a layer in one tensor. Yields a check of the model that was built: ValueError when a buffer of it has no
-    values.
+    experts of a layer in one tensor. A model whose buffers are as large as that is built again, in memory.
     """
-    with init_empty_weights(include_buffers=False), _LargeOnMeta():
-        yield _check_buffers
-
-
-def _check_buffers(model: nn.Module) -> None:
-    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if empty:
-        raise ValueError(f"{type(model).__name__} computes buffers of more than {LARGE} elements: {listed(empty)}")
+    with init_empty_weights(include_buffers=False):
+        with _LargeOnMeta():
+            model = build()
+        return build() if any(buffer.is_meta for buffer in model.buffers()) else model

@@ -8,7 +8,7 @@ on the meta device here, so shrinking costs nothing; `weights` fills them later 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -183,7 +183,7 @@ def _spec(
     if isinstance(param, DTensor):
         return ParamSpec(shape, _torch_layout(name, param, tp.size))
     block = plan.block_of(name)
-    after_sum = plan.roles[owner] == "rowwise" and leaf == "bias" and layout.dim is None
+    after_sum = block is not None and plan.roles[owner] == "rowwise" and leaf == "bias" and layout.dim is None
     on_shards = tp.sequence_parallel and (after_sum or plan[owner] == "sequence_parallel")
     partial = on_shards or (block is not None and not after_sum)
     return ParamSpec(shape, layout, layout.copies and tp.size > 1 and partial, layout.padded)
@@ -235,9 +235,9 @@ def _whole(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
     module.register_forward_hook(lambda _, args, out: _split_output(module, out, tp))
 
 
-def _split_output(module: nn.Module, output: Tensor | tuple, tp: TensorParallel) -> Tensor | tuple:
+def _split_output(module: nn.Module, output: Tensor | tuple | list, tp: TensorParallel) -> Tensor | tuple | list:
     """Everything that a module which runs whole returns for each position goes back to sequence shards."""
-    if not isinstance(output, tuple):
+    if isinstance(output, Tensor):
         return tp.split(output)
     own = {id(p) for p in module.parameters(recurse=False)}
     if tp.sequence_parallel and any(id(x) in own for x in tree_leaves(output)):
@@ -246,12 +246,16 @@ def _split_output(module: nn.Module, output: Tensor | tuple, tp: TensorParallel)
     def has_positions(x: object) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point() and x.shape[:2] == output[0].shape[:2]
 
-    return tuple(tp.split(x) if has_positions(x) else x for x in output)
+    return _like(output, (tp.split(x) if has_positions(x) else x for x in output))
 
 
-def _map_output(output: Tensor | tuple, fn: Callable[[Tensor], Tensor]) -> Tensor | tuple:
-    """Apply ``fn`` to the hidden states that a module returns, alone or first in a tuple."""
-    return (fn(output[0]), *output[1:]) if isinstance(output, tuple) else fn(output)
+def _map_output(output: Tensor | tuple | list, fn: Callable[[Tensor], Tensor]) -> Tensor | tuple | list:
+    """Apply ``fn`` to the hidden states that a module returns, alone or first of several."""
+    return fn(output) if isinstance(output, Tensor) else _like(output, (fn(output[0]), *output[1:]))
+
+
+def _like(output: tuple | list, items: Iterable) -> tuple | list:
+    return output._make(items) if hasattr(output, "_make") else type(output)(items)
 
 
 def _rowwise(module: nn.Linear, tp: TensorParallel, layout: Layout) -> None:

@@ -85,17 +85,21 @@ def _gradients(model) -> dict[str, torch.Tensor]:
 
 
 def _rounding(source, batch: dict, loss: float, wanted: dict) -> dict[str, float]:
-    """How far one process in float32 is from one in float64: where that is more than a bar, the mesh, which sums in
-    another order, cannot be held to the bar. Code that casts to float32 by name does not run in float64; there it is how
-    far one process moves when every weight moves by its last bit."""
-    other = copy.deepcopy(source)
-    other.set_experts_implementation("eager")  # grouped matmuls have no float64
-    try:
-        value, grads = _loss_and_gradients(other.double(), batch)
-    except RuntimeError:
-        value, grads = _loss_and_gradients(_last_bits_moved(source), batch)
-    off = {n: models.relative(g.double(), grads[n].double()) for n, g in wanted.items()}
-    return off | {"loss": abs(value - loss)}
+    """What float32 leaves open: where that is more than a bar, the mesh, which sums in another order, cannot be held
+    to the bar. The larger of two measures: how far one process in float32 is from one in float64 (where the model's
+    code runs in it), and how far it moves when every weight moves by its last bit."""
+    others = [_last_bits_moved(source), copy.deepcopy(source).double()]
+    others[1].set_experts_implementation("eager")  # grouped matmuls have no float64
+    off = dict.fromkeys((*wanted, "loss"), 0.0)
+    for other in others:
+        try:
+            value, grads = _loss_and_gradients(other, batch)
+        except RuntimeError:
+            continue
+        off["loss"] = max(off["loss"], abs(value - loss))
+        for name, grad in wanted.items():
+            off[name] = max(off[name], models.relative(grad.double(), grads[name].double()))
+    return off
 
 
 def _loss_and_gradients(model, batch: dict) -> tuple[float, dict[str, torch.Tensor]]:

@@ -12,16 +12,17 @@ import sys
 import time
 from pathlib import Path
 
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshpar import ParallelConfig
 from meshpar.families import FILE, Family, as_markdown, read_families, write_families
-from meshpar.load import meta_copy
+from meshpar.load import skeleton_from_config
 from meshpar.plan import make_plan
 from meshpar.share import divided_share
 from tests import jobs_families
 from tests.pool import JobFailed, WorkerPool
-from tests.tiny_families import causal_types, tiny_model
+from tests.tiny_families import causal_types, tiny_config
 
 DOC = Path(__file__).parent.parent / "docs" / "families.md"
 TP, PP, BOTH, ALL = (1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 2)
@@ -67,14 +68,20 @@ def examine(pool: WorkerPool, model_type: str, with_all: bool) -> Family:
 
 
 def shares(model_type: str) -> tuple[float | None, float | None]:
-    """Shares of the layers' arithmetic that tp=2 divides, by meshpar's plan and by transformers' own."""
-    model = meta_copy(tiny_model(model_type))
-    try:
-        plan = make_plan(model, ParallelConfig(dp_shard=1, tp=2, sequence_parallel=False))
-    except ValueError:
-        return None, None
-    share = divided_share(model, plan)
-    return round(share.meshpar, 3), round(share.transformers, 3)
+    """Shares of the layers' arithmetic that tp=2 divides, by meshpar's plan and by transformers' own.
+
+    Of the size that the config class has by default, which is that of a published model; of the tiny one, where the
+    default cannot be built.
+    """
+    for config_of_type in (AutoConfig.for_model, tiny_config):
+        try:
+            model = skeleton_from_config(config_of_type(model_type))
+            plan = make_plan(model, ParallelConfig(dp_shard=1, tp=2, sequence_parallel=False))
+        except Exception:  # whatever a config that was never meant to be built raises
+            continue
+        share = divided_share(model, plan)
+        return round(share.meshpar, 3), round(share.transformers, 3)
+    return None, None
 
 
 def main(types: list[str]) -> int:

@@ -63,7 +63,11 @@ def test_most_types_run_and_the_rest_say_why():
 def test_gradients_equal_one_process_as_the_table_says(pool, model_type):
     family = TABLE[model_type]
     assert sweep.run(pool, model_type, sweep.BOTH, family.sequence == "ok") == family.results["2x1x2"] == "ok"
-    assert sweep.shares(model_type) == (family.share, family.transformers_share)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "olmo2", "mixtral", "gpt_oss", "gpt2"])
+def test_the_share_that_tp_divides(model_type):
+    assert sweep.shares(model_type) == (TABLE[model_type].share, TABLE[model_type].transformers_share)
 
 
 # Heads, kv heads, expert widths and FFN widths that tp does not divide; kv heads fewer than tp.
