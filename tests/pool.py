@@ -124,9 +124,9 @@ def _serve(connection) -> None:
             reply = (True, fn(*args, **kwargs))
         except BaseException:
             reply = (False, traceback.format_exc())
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        # A model is full of cycles, and what refers to a group keeps its threads, which poll. Before the groups are
+        # destroyed: the last reference to one must not go in a collection, which holds the lock its threads want.
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         connection.send(reply)
-        del reply
-        gc.collect()  # a model is full of cycles, and each of its groups would keep threads that poll
