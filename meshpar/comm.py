@@ -158,12 +158,12 @@ def scale_grad(x: Tensor, factor: float) -> Tensor:
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:
     """Sequence shards [b, ceil(seq_len / size), h] -> [b, seq_len, h]; the padding of the last shard is cut off."""
-    return x if group.size() == 1 else _Gather.apply(x, group)[:, :seq_len]
+    return x if group.size() == 1 else _Gather.apply(x, group)[:, :seq_len].contiguous()  # models view it as rows
 
 
 def gather_alike(x: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:
     """As `gather_sequence`, for what every rank then computes alike: each has the whole gradient already."""
-    return x if group.size() == 1 else _GatherAlike.apply(x, group)[:, :seq_len]
+    return x if group.size() == 1 else _GatherAlike.apply(x, group)[:, :seq_len].contiguous()
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -128,9 +128,9 @@ def first_only(total: int, size: int) -> Layout:
     return Layout(0, (Part(((0, total), *((total, total),) * (size - 1)), total),))
 
 
-def spread(total: int, size: int) -> Part:
-    """``total`` units in ``size`` equal spans, the last ones short or empty where it does not divide."""
-    local = -(-total // size)
+def spread(total: int, size: int, multiple: int = 1) -> Part:
+    """``total`` units in ``size`` equal spans of a multiple of ``multiple``, the last ones short or empty."""
+    local = -(-total // (size * multiple)) * multiple
     return Part(tuple((min(r * local, total), min((r + 1) * local, total)) for r in range(size)), local)
 
 

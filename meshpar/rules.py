@@ -24,11 +24,15 @@ from .layout import HeadLayout, Layout, Part, first_only, heads, spread
 
 @dataclass(frozen=True)
 class Units:
-    """``count`` units of ``width`` elements in a row, dealt out with the query heads, the kv heads, or evenly."""
+    """``count`` units of ``width`` elements in a row, dealt out with the query heads, the kv heads, or evenly.
+
+    ``multiple``: a rank stores a multiple of so many units.
+    """
 
     count: int
     width: int = 1
     by: Literal["q", "kv", "even"] = "even"
+    multiple: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Cut:
 
 def _part(units: Units, size: int, head_layout: HeadLayout | None) -> Part:
     if units.by == "even" or head_layout is None:
-        return spread(units.count, size)
+        return spread(units.count, size, units.multiple)
     return head_layout.q if units.by == "q" else head_layout.kv
 
 
@@ -149,6 +153,7 @@ _GATE_UP = ("gate_up_proj", "input_linear")
 _DOWN = ("down_proj", "fc2", "c_proj", "w2", "fc_out", "dense_4h_to_h", "output_linear")
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "k_rope_only_layernorm")
 _INDEXERS = ("indexer", "indexers_proj")  # of sparse attention: they choose keys, alike on every rank
+_GROUPED_MULTIPLE = 8  # features: torch's grouped matmul wants strides of 16 bytes
 _ROUTERS = ("gate", "router", "shared_expert_gate", "moe_statics")
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
@@ -346,8 +351,9 @@ def _expert_cuts(experts: nn.Module) -> dict[str, Cut | OnFirst] | None:
     if up.shape[up_dim] != (2 if up_name == "gate_up_proj" else 1) * width:
         return None
     paired = getattr(experts, "is_concatenated", True) is False  # gate and up of a feature side by side
-    units = (Units(width, runs),) if paired else (Units(width),) * runs
-    cuts: dict[str, Cut | OnFirst] = {up_name: Cut(up_dim, units), "down_proj": Cut(down_dim, (Units(width),))}
+    features = Units(width, multiple=_GROUPED_MULTIPLE)
+    units = (Units(width, runs, multiple=_GROUPED_MULTIPLE),) if paired else (features,) * runs
+    cuts: dict[str, Cut | OnFirst] = {up_name: Cut(up_dim, units), "down_proj": Cut(down_dim, (features,))}
     if f"{up_name}_bias" in params:
         cuts[f"{up_name}_bias"] = Cut(1, units)
         del params[f"{up_name}_bias"]
