@@ -77,6 +77,8 @@ def _join(parallel: ParallelModel, name: str, pieces: Mapping[tuple[int, int], T
 def _join_tp(parallel: ParallelModel, name: str, parts: list[Tensor]) -> Tensor:
     """Outputs of the tp ranks: split features (a colwise projection), sequence shards, or the same whole tensor."""
     style = parallel.plan.get(name)
+    if style is not None and not isinstance(style, str):  # a caller's torch style does what the model's own would
+        style = parallel.plan.roles[name]
     layout = parallel._full.specs[f"{name}.weight"].layout if f"{name}.weight" in parallel._full.specs else None
     if len(parts) == 1:
         return parts[0]
@@ -112,9 +114,8 @@ def _can_be_joined(plan: Plan, name: str) -> bool:
     block = plan.block_of(name)
     if block in (None, name):
         return True
-    return plan[name] in ("colwise", "colwise_norm") or (
-        plan.roles[name] == "rowwise" and plan.blocks[block].exit == "rowwise"
-    )
+    role = plan.roles[name]
+    return role in ("colwise", "colwise_norm") or (role == "rowwise" and plan.blocks[block].exit == "rowwise")
 
 
 def run_order(reference: PreTrainedModel, batch: Mapping[str, Tensor], names: list[str]) -> Recorded:

@@ -59,10 +59,10 @@ ADAMW = dict(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)
 
 
 def after_adamw(model_type: str, config: dict, **changes) -> dict[str, float]:
-    """Relative distances of all parameters from one process after three clipped AdamW steps, each over its bar (rank 0).
+    """Relative distances of all parameters from one process after three clipped AdamW steps, over their bars (rank 0).
 
-    AdamW divides by the size of a gradient, so elements that are nearly zero turn rounding into a step: the bar is 1e-5,
-    or 4 times as far as one process moves when every weight starts off by its last bit.
+    AdamW divides by the size of a gradient, so elements that are nearly zero turn rounding into a step: the bar is
+    1e-5, or 4 times as far as one process moves when every weight starts off by its last bit.
     """
     source = tiny_model(model_type, **changes)
     model = meshpar.parallelize_model(source, meshpar.ParallelConfig(**config, compute_dtype="float32"))
