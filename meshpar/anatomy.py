@@ -37,7 +37,7 @@ def dissect(model: PreTrainedModel) -> Anatomy:
     names = {module: name for name, module in model.named_modules()}
     label = type(model).__name__
     embedding, head, layers = _embedding(model), model.get_output_embeddings(), _layer_list(model)
-    if embedding is None or head is None or layers is None:
+    if layers is None or not all(isinstance(getattr(m, "weight", None), nn.Parameter) for m in (embedding, head)):
         raise ValueError(
             f"{label} is not a causal language model with an embedding, a list of decoder layers and a head"
         )
@@ -47,7 +47,7 @@ def dissect(model: PreTrainedModel) -> Anatomy:
         num_layers=len(layers),
         embedding=names[embedding],
         head=names[head],
-        tied=getattr(head, "weight", None) is embedding.weight,
+        tied=head.weight is embedding.weight,
     )
 
 

@@ -103,12 +103,7 @@ class _Split(torch.autograd.Function):
         return all_gather_dim1(grad, ctx.group), None
 
 
-class _GatherAlike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return all_gather_dim1(x, group)
-
+class _GatherAlike(_Gather):
     @staticmethod
     def backward(ctx, grad):
         return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()].contiguous(), None

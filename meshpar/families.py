@@ -108,7 +108,8 @@ def as_markdown(table: Mapping[str, Family]) -> str:
         "model of each, in float32 with gloo, on pp x dp x tp meshes.",
         "",
         "- Yes: the loss is within 1e-6 and every gradient within 1e-5 (relative L2) of the unmodified model in one "
-        "process. Where that is further from float64 in float32 than the bar, the bar is 4 times its distance.",
+        "process. Where float32 itself leaves more open, the bar is 4 times what it leaves: the distance of that one "
+        "process from float64, or how far it moves when every weight moves by its last bit.",
         "- No: construction refuses it, with the sentence in the last column.",
         "",
         f"Passed: {passed['1x1x2']} at 1x1x2, {passed['2x1x1']} at 2x1x1, {passed['2x1x2']} at 2x1x2, "

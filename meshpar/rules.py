@@ -144,7 +144,7 @@ def _is_harmless(name: str, module: nn.Module) -> bool:
 _QUERY = ("q_proj", "query")
 _KEY = ("k_proj", "key")
 _VALUE = ("v_proj", "value")
-_OUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+OUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 _HEAD_GATES = ("g_proj", "gate_proj")
 _QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
 _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
@@ -166,7 +166,7 @@ def _linear(block: nn.Module, names: tuple[str, ...]) -> str | None:
 
 def _attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
     """Separate query, key, value and output projections; per-head or whole norms, gates and sinks with them."""
-    names = [_linear(block, known) for known in (_QUERY, _KEY, _VALUE, _OUT)]
+    names = [_linear(block, known) for known in (_QUERY, _KEY, _VALUE, OUT)]
     head_dim = getattr(block, "head_dim", None)
     if None in names or not isinstance(head_dim, int):
         return None
@@ -236,13 +236,18 @@ def _is_rms_norm(norm: nn.Module) -> bool:
     eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
     if not isinstance(eps, float):
         return False
-    return torch.allclose(twin(x), weight * x * torch.rsqrt(x.pow(2).mean() + eps), rtol=1e-4, atol=1e-5)
+    try:
+        y = twin(x)
+    except Exception:  # no norm at all: whatever an unknown module raises on one vector
+        return False
+    expected = weight * x * torch.rsqrt(x.pow(2).mean() + eps)
+    return isinstance(y, torch.Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
 def _latent_attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
     """MLA: latent projections whole, what unfolds them by head (arXiv 2405.04434)."""
     q = _linear(block, ("q_b_proj",)) or _linear(block, ("q_proj",))
-    kv, out = _linear(block, ("kv_b_proj",)), _linear(block, _OUT)
+    kv, out = _linear(block, ("kv_b_proj",)), _linear(block, OUT)
     q_heads = getattr(block, "num_heads", None)
     if q is None or kv is None or out is None or not isinstance(q_heads, int):
         return None
@@ -266,7 +271,7 @@ def _fused_attention(block: nn.Module, declared: Mapping[str, str]) -> Block | N
 
     Only the model's code knows which. Its plan tells: rows cut anywhere ("colwise") must lie head by head.
     """
-    fused, out, head_dim = _linear(block, ("qkv_proj", "query_key_value")), _linear(block, _OUT), _head_dim(block)
+    fused, out, head_dim = _linear(block, ("qkv_proj", "query_key_value")), _linear(block, OUT), _head_dim(block)
     layout_of = {("query_key_value", "colwise"): True, ("qkv_proj", "colwise_gather_output"): False}
     by_head = layout_of.get((fused or "", declared.get(fused or "", "")))
     if fused is None or by_head is None or out is None or head_dim is None:

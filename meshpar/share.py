@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .plan import Plan, declared_style, declared_styles, layer_children
-from .rules import OnFirst
+from .rules import OUT, OnFirst
 
 # transformers' styles whose matrix products are divided; those that gather or split replicate what lies between.
 _DIVIDED = {
@@ -22,7 +22,6 @@ _DIVIDED = {
     "colwise_rep",
     "rowwise_rep",
 }
-_OUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def _work(model: PreTrainedModel, plan: Plan, seq_len: int) -> Iterator[tuple[fl
         flops = param.numel() * (visited if param.ndim == 3 and "experts" in name else 1.0)
         yield flops, cut is not None and not isinstance(cut, OnFirst), style in _DIVIDED
     for name, module in layer_children(model, plan.anatomy):
-        out = next((n for n in _OUT if isinstance(getattr(module, n, None), nn.Linear)), None)
+        out = next((n for n in OUT if isinstance(getattr(module, n, None), nn.Linear)), None)
         if out is not None and _has_heads(module):
             by_heads = name in plan.blocks and plan.blocks[name].heads is not None
             width = module.get_submodule(out).in_features

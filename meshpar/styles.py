@@ -237,10 +237,10 @@ def _whole(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
 
 def _split_output(module: nn.Module, output: Tensor | tuple | list, tp: TensorParallel) -> Tensor | tuple | list:
     """Everything that a module which runs whole returns for each position goes back to sequence shards."""
-    if isinstance(output, Tensor):
-        return tp.split(output)
+    if isinstance(output, Tensor) or not tp.sequence_parallel:
+        return tp.split(output) if isinstance(output, Tensor) else output
     own = {id(p) for p in module.parameters(recurse=False)}
-    if tp.sequence_parallel and any(id(x) in own for x in tree_leaves(output)):
+    if any(id(x) in own for x in tree_leaves(output)):
         raise ValueError(f"a {type(module).__name__} returns a parameter, for use on parts of the sequence")
 
     def has_positions(x: object) -> bool:

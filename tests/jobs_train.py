@@ -55,7 +55,7 @@ def whole_state(model, optimizer) -> dict[str, dict]:
 
 def save_and_go_on(config: dict, changes: dict, directory: str, background: bool = False) -> dict:
     """Three steps, a checkpoint, three more steps."""
-    model = make(config, model_changes=changes)
+    model = make(config, source=models.tiny_model(**changes))
     optimizer = optimizer_of(model)
     steps(model, optimizer, 0, 3)
     state = whole_state(model, optimizer)
@@ -145,7 +145,7 @@ def failing_saves(config: dict, directory: str) -> list[str]:
 
 def save_and_export(config: dict, changes: dict, directory: str, exported: str) -> None:
     """A checkpoint, and beside it what `save_pretrained` writes."""
-    model = make(config, model_changes=changes)
+    model = make(config, source=models.tiny_model(**changes))
     optimizer = optimizer_of(model)
     steps(model, optimizer, 0, 1)
     checkpoint.save(directory, model, optimizer, {"step": 1})

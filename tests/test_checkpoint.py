@@ -44,6 +44,8 @@ RESHARDED = [
     (TP4, {}, [PP2_TP2]),  # 2 kv heads on 4 ranks
     (HSDP, {"vocab_size": 97, "intermediate_size": 63}, [TP4]),
     (ONE, {"num_hidden_layers": 5}, [PP2_DP2]),
+    (DP2_TP2, {"family": "phi3"}, [TP4, PP2_TP2]),  # query, key and value in one matrix, kv heads on two ranks each
+    (DP2_TP2, {"family": "mixtral", "num_local_experts": 4, "intermediate_size": 52}, [ONE, PP2_TP2]),
 ]
 
 
