@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -52,6 +52,13 @@ class Mesh:
 
     device_mesh: DeviceMesh
     device: torch.device
+    _slices: dict[str | tuple[str, ...], DeviceMesh] = field(default_factory=dict, init=False, repr=False)
+
+    def _slice(self, dims: str | tuple[str, ...]) -> DeviceMesh:
+        """``device_mesh[dims]``, which torch builds anew each time it is asked."""
+        if dims not in self._slices:
+            self._slices[dims] = self.device_mesh[dims]
+        return self._slices[dims]
 
     @property
     def dp_dims(self) -> tuple[str, ...]:
@@ -62,24 +69,24 @@ class Mesh:
     @property
     def fsdp(self) -> DeviceMesh:
         """The mesh `fully_shard` takes: one dimension, or (replicate, shard)."""
-        return self.device_mesh[self.dp_dims]
+        return self._slice(self.dp_dims)
 
     @property
     def state(self) -> DeviceMesh:
         """The mesh of one stage's parameters: the dp dimensions and tp."""
-        return self.device_mesh[(*self.dp_dims, "tp")]
+        return self._slice((*self.dp_dims, "tp"))
 
     def size(self, dim: str) -> int:
         """Number of ranks along ``dim``; "dp" is the whole of replicate x shard."""
-        return self.device_mesh[dim].size()
+        return self._slice(dim).size()
 
     def rank(self, dim: str) -> int:
         """This rank's coordinate along ``dim``."""
-        return self.device_mesh[dim].get_local_rank()
+        return self._slice(dim).get_local_rank()
 
     def group(self, dim: str) -> dist.ProcessGroup:
         """The process group along ``dim`` that holds this rank."""
-        return self.device_mesh[dim].get_group()
+        return self._slice(dim).get_group()
 
 
 def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:

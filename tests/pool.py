@@ -107,6 +107,7 @@ def _serve(connection) -> None:
     import meshpar.model  # noqa: F401 - the slow imports, before the first job
 
     torch.set_num_threads(1)
+    gc.freeze()  # what the imports left, a third of a million objects, is not walked through after every job
     connection.send("ready")
     while True:
         try:
