@@ -48,21 +48,24 @@ def apply_dropout(model: PreTrainedModel, plan: Plan, tp: TensorParallel) -> Non
             if style in ("whole", "block_sum"):
                 _run_in(streams.common, model.get_submodule(name))
     else:
-        for start, end in _blocks(model, plan):
+        for start, end, around in _blocks(model, plan):
             start.register_forward_pre_hook(lambda module, _: streams.enter() if module.training else None)
-            for module in (end, start):  # the start, too: an exception may never reach the end
+            for module in (end, around):  # an exception may never reach the end
                 module.register_forward_hook(lambda *_: streams.leave(), always_call=True)
     alike = any(style in ("whole", "block_sum") for style in plan.values())
     if names - _OF_HEADS or alike:
         _check_once(model.get_submodule(plan.anatomy.base), tp)
 
 
-def _blocks(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(block, its rowwise projection): what lies between is split, what comes after the sum is not."""
+def _blocks(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
+    """(block, its rowwise projection, what holds both): what lies between is split, what comes after the sum is not."""
     for name, role in plan.roles.items():
-        block = name.rpartition(".")[0]
-        if role == "rowwise" and plan.get(block) == "block":
-            yield model.get_submodule(block), model.get_submodule(name)
+        around = name.rpartition(".")[0]
+        start = around if role == "rowwise" and plan.get(around) == "block" else None
+        if role == "pair_out":
+            start = next(n for n, r in plan.roles.items() if r == "pair_in" and n.rpartition(".")[0] == around)
+        if start is not None:
+            yield model.get_submodule(start), model.get_submodule(name), model.get_submodule(around)
 
 
 def _run_in(stream: Callable[[], AbstractContextManager[None]], module: nn.Module) -> None:

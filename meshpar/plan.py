@@ -11,6 +11,7 @@ or, under sequence parallelism, a norm or scale on a shard of the sequence.
     whole                anything else          the same on every rank, on the whole sequence
     colwise              linear                 output features split, by heads where they are heads
     rowwise              linear                 input features split, output summed
+    pair_in, pair_out    linear                 the same two in a layer's own code, with the block's entry and exit
     experts              stacked experts        every expert split inside
     colwise_norm         RMSNorm over all heads weight split with the heads, mean square summed
     by_head              a weight a head        split with the heads
@@ -24,6 +25,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
@@ -32,7 +34,8 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy, dissect
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow, follow, refuse_layerdrop
-from .rules import Block, recognise
+from .rules import Block, counts_features, guesses, halves, pair, recognise
+from .trial import Trials
 
 Style = str | ParallelStyle
 STYLES = (
@@ -42,6 +45,8 @@ STYLES = (
     "whole",
     "colwise",
     "rowwise",
+    "pair_in",
+    "pair_out",
     "experts",
     "colwise_norm",
     "by_head",
@@ -116,7 +121,7 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     refuse_layerdrop(model)
     flow = _follow(model, anatomy, config)
     _check_mixed(model, flow, config)
-    blocks = _blocks(model, anatomy) if config.tp > 1 else {}
+    blocks = _blocks(model, anatomy, config.tp) if config.tp > 1 else {}
     _check_router_loss(model, anatomy, blocks, config)
     roles = _roles(model, anatomy, blocks, flow, config)
     entries = dict(roles)
@@ -187,25 +192,41 @@ def layer_children(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[tuple[s
         pending = list(reversed([*_named_children(model, anatomy.layer(index))]))
         while pending:
             name, module = pending.pop()
-            if isinstance(module, nn.ModuleList):
+            if isinstance(module, nn.ModuleList) or _is_wrapper(module):
                 pending += reversed([*_named_children(model, name)])
             else:
                 yield name, module
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is more of the layer's own code: around one child with matrices, norms at most beside it."""
+    if next(module.parameters(recurse=False), None) is not None:
+        return False
+    inside = [child for child in module.children() if any(p.ndim > 1 for p in child.parameters())]
+    return len(inside) == 1 and not isinstance(inside[0], nn.Linear | nn.Conv1d) and bool([*inside[0].children()])
 
 
 def _named_children(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     return ((f"{name}.{n}", m) for n, m in model.get_submodule(name).named_children())
 
 
-def _blocks(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, Block]:
-    """The children of decoder layers that tp can split."""
-    declared = declared_styles(model)
+def _blocks(model: PreTrainedModel, anatomy: Anatomy, size: int) -> dict[str, Block]:
+    """What tp can split: children of decoder layers, and pairs of projections in a layer's own code."""
+    declared, trials = declared_styles(model), Trials(model, size)
     blocks = {}
     for name, module in layer_children(model, anatomy):
         inside = {n: declared_style(declared, f"{name}.{n}") for n, _ in module.named_children()}
         found = recognise(module, {n: style for n, style in inside.items() if style})
+        if found is None:
+            found = trials.first_to_pass(name, guesses(module))
+        elif counts_features(module, found) and trials.can_run(name):
+            found = trials.first_to_pass(name, (found, replace(found, narrow=True)))
         if found is not None:
             blocks[name] = found
+    for layer in map(anatomy.layer, range(anatomy.num_layers)):
+        found = pair(model.get_submodule(layer))
+        if found is not None and trials.first_to_pass(layer, [found]):
+            blocks |= {f"{layer}.{name}": half for name, half in halves(found)}
     return blocks
 
 
@@ -241,7 +262,7 @@ def _roles(
         if name in blocks:
             roles |= dict.fromkeys((n for n in owners if n.startswith(f"{name}.")), "replicate")
             roles |= {f"{name}.{n}": style for n, style in blocks[name].styles.items()}
-            roles[name] = "block" if blocks[name].exit == "rowwise" else "block_sum"
+            roles[name] = blocks[name].style
         elif any(p.ndim > 1 for p in module.parameters()):
             roles |= dict.fromkeys((n for n in owners if n.startswith(f"{name}.")), "replicate")
             roles[name] = "whole"

@@ -12,12 +12,14 @@ the ranks make of their own heads, features or parts of experts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from .layout import HeadLayout, Layout, Part, first_only, heads, spread
 
@@ -58,6 +60,26 @@ def _part(units: Units, size: int, head_layout: HeadLayout | None) -> Part:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """Rows of a fused projection: a kv head's queries, then its key, then its value, one kv head after another."""
+
+    dim: int
+    group: int  # queries of a kv head
+    head_dim: int
+
+    def layout(self, size: int, head_layout: HeadLayout) -> Layout:
+        """Where the elements go on ``size`` ranks."""
+        q, kv, rows = head_layout.q, head_layout.kv, self.group + 2
+        if q.local == kv.local * self.group:  # whole groups
+            return Layout(self.dim, (kv.scaled(rows * self.head_dim),))
+        queries = Part(tuple((a + 2 * (a // self.group), b + 2 * (a // self.group)) for a, b in q.spans), q.local)
+        others = (
+            Part(tuple((a * rows + at, a * rows + at + 1) for a, _ in kv.spans), 1) for at in (rows - 2, rows - 1)
+        )
+        return Layout(self.dim, tuple(part.scaled(self.head_dim) for part in (queries, *others)))
+
+
+@dataclass(frozen=True)
 class OnFirst:
     """A bias of a partial sum: only the first rank has its ``total`` rows, the others hold zeros."""
 
@@ -68,40 +90,106 @@ class OnFirst:
         return first_only(self.total, size)
 
 
-Exit = Literal["rowwise", "output"]
+# What attention modules call their numbers of heads.
+_Q_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 
 
 @dataclass
 class Block:
     """A recognised block; names of modules and parameters are relative to it, and "" is the block itself.
 
-    ``exit``: where the ranks' partial results are summed, at its rowwise projection or at the block's output.
+    ``style``: where the ranks' partial results are summed, at its rowwise projection ("block") or at the block's output
+    ("block_sum"); or which half of a pair of projections in a layer's own code it is. ``by_head``: arguments that hold
+    something of each query head -> the dimension. ``inside``: arguments beside the hidden states that each head is
+    computed from. ``narrow``: attributes that count the features of all heads are made to count this rank's.
     """
 
-    exit: Exit = "rowwise"
+    style: Literal["block", "block_sum", "pair_in", "pair_out"] = "block"
     styles: dict[str, str] = field(default_factory=dict)
-    cuts: dict[str, Cut | OnFirst] = field(default_factory=dict)
+    cuts: dict[str, Cut | Groups | OnFirst] = field(default_factory=dict)
     heads: tuple[int, int] | None = None  # query heads and kv heads
     out: str = ""  # its rowwise projection
     whole: set[str] = field(default_factory=set)  # the block's own parameters that every rank holds whole
+    by_head: dict[int | str, int] = field(default_factory=dict)
+    inside: set[int | str] = field(default_factory=set)
+    narrow: bool = False
+    counts: dict[str, tuple[Units, ...]] = field(default_factory=dict)  # attributes that count what is cut
 
     def head_layout(self, size: int) -> HeadLayout | None:
         """How the block's heads lie on ``size`` ranks."""
         return heads(*self.heads, size) if self.heads else None
 
+    def out_layout(self, size: int) -> Layout:
+        """How what enters the output projection lies on ``size`` ranks."""
+        return self.cuts[f"{self.out}.weight"].layout(size, self.head_layout(size))
+
     def colwise(self, block: nn.Module, name: str, *units: Units) -> None:
         """A projection whose output features are cut."""
         self.styles[name] = "colwise"
-        for leaf, _ in block.get_submodule(name).named_parameters(recurse=False):
-            self.cuts[f"{name}.{leaf}"] = Cut(0, units)
+        module = block.get_submodule(name)
+        for leaf, p in module.named_parameters(recurse=False):
+            self.cuts[f"{name}.{leaf}"] = Cut(p.ndim - 1 if isinstance(module, Conv1D) else 0, units)
 
     def rowwise(self, block: nn.Module, name: str, *units: Units) -> None:
         """A projection whose input features are cut; its bias is added once."""
         self.styles[name], self.out = "rowwise", name
-        self.cuts[f"{name}.weight"] = Cut(1, units)
-        bias = getattr(block.get_submodule(name), "bias", None)
-        if bias is not None and self.exit == "output":
+        module = block.get_submodule(name)
+        self.cuts[f"{name}.weight"] = Cut(0 if isinstance(module, Conv1D) else 1, units)
+        bias = getattr(module, "bias", None)
+        if bias is not None and self.style == "block_sum":
             self.cuts[f"{name}.bias"] = OnFirst(bias.shape[0])
+
+    def localize(self, block: nn.Module, size: int) -> None:
+        """Make the block's code, which counts heads, count those of one of ``size`` ranks."""
+        own = self.head_layout(size)
+        for name, units in self.counts.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(block.get_submodule(owner), leaf, Cut(0, units).layout(size, own).local)
+        if own is None or self.heads is None:
+            return
+        q_heads, kv_heads = self.heads
+        counts = dict.fromkeys(_Q_HEADS, (q_heads, own.q.local)) | dict.fromkeys(_KV_HEADS, (kv_heads, own.kv.local))
+        counts["num_key_value_groups"] = (q_heads // kv_heads, own.q.local // own.kv.local)
+        holders = [block]
+        if hasattr(block, "config"):
+            block.config = copy.copy(block.config)
+            holders.append(block.config)
+        for holder in holders:
+            for name, (whole, local) in counts.items():
+                if getattr(holder, name, None) == whole:
+                    setattr(holder, name, local)
+        if self.narrow:
+            widths = {w: n for w, n in self._widths(own, size) if w not in counts}
+            for name, value in vars(block).items():
+                if type(value) is int and value in widths and name != "head_dim":
+                    setattr(block, name, widths[value])
+
+    def _widths(self, own: HeadLayout, size: int) -> Iterator[tuple[int, int]]:
+        """(features of all heads, of one rank's)."""
+        q_heads, kv_heads = self.heads or (1, 1)
+        head_dim = self.out_layout(size).local // own.q.local
+        yield kv_heads * head_dim, own.kv.local * head_dim
+        yield q_heads * head_dim, own.q.local * head_dim
+
+    def own_arguments(self, args: tuple, kwargs: dict, size: int, rank: int) -> tuple[tuple, dict]:
+        """The block's arguments with ``rank``'s heads of those that hold something of each head."""
+        own = self.head_layout(size)
+        if not self.by_head or own is None:
+            return args, kwargs
+        args = tuple(self._own_argument(i, x, own, rank) for i, x in enumerate(args))
+        return args, {k: self._own_argument(k, x, own, rank) for k, x in kwargs.items()}
+
+    def _own_argument(self, key: int | str, value: Any, own: HeadLayout, rank: int) -> Any:
+        if key not in self.by_head or not isinstance(value, Tensor):
+            return value
+        dim, (start, stop) = self.by_head[key], own.q.spans[rank]
+        heads = (self.heads or (1, 1))[0]
+        one = value.unflatten(dim, (-1, heads)).narrow(dim + 1, start, stop - start)
+        if stop - start < own.q.local:
+            padding = one.new_zeros(*one.shape[: dim + 1], own.q.local - (stop - start), *one.shape[dim + 2 :])
+            one = torch.cat((one, padding), dim + 1)
+        return one.flatten(dim, dim + 1)
 
 
 def recognise(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
@@ -109,7 +197,7 @@ def recognise(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
 
     ``declared``: what the model's own plan says of modules in it, in transformers' words.
     """
-    for rule in (_mixture, _latent_attention, _attention, _fused_attention, _mlp):
+    for rule in (_mixture, _flat_mixture, _latent_attention, _attention, _mlp):
         found = rule(block, declared)
         if found is not None and not _unexplained(block, found):
             return found
@@ -132,25 +220,34 @@ def _unexplained(block: nn.Module, found: Block) -> list[str]:
 
 def _is_harmless(name: str, module: nn.Module) -> bool:
     """Element-wise, or on each head: activation functions, dropout, rotary embeddings, norms of heads."""
-    where = type(module).__module__
-    if isinstance(module, nn.Softmax | nn.LogSoftmax | nn.Softmax2d | nn.GLU | nn.MultiheadAttention):
-        return False
-    if where.endswith((".activation", ".activations", ".dropout")) or isinstance(module, nn.Identity):
+    return "rotary" in name or name in (*_QUERY_NORMS, *_KEY_NORMS, "qk_norm", "v_norm") or _is_element_wise(module)
+
+
+def _is_element_wise(module: nn.Module) -> bool:
+    """Whether parts of a vector give parts of the result: tried out, in double precision, on a copy in eval mode."""
+    if isinstance(module, nn.Identity | nn.modules.dropout._DropoutNd):
         return True
-    return "rotary" in name or "act" in name.split("_") or name in (*_QUERY_NORMS, *_KEY_NORMS, "qk_norm", "v_norm")
+    x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    twin = copy.deepcopy(module).eval()
+    try:
+        whole, parts = twin(x), torch.cat([twin(part) for part in x.split((4, 2), dim=-1)], dim=-1)
+    except Exception:  # whatever a module that is no function of one tensor raises
+        return False
+    return isinstance(whole, Tensor) and whole.shape == x.shape and torch.allclose(whole, parts)
 
 
 # Projections by what they are called; where several names are given, a block has one of them.
-_QUERY = ("q_proj", "query")
-_KEY = ("k_proj", "key")
-_VALUE = ("v_proj", "value")
-OUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+_QUERY = ("q_proj", "query", "Wq")
+_KEY = ("k_proj", "key", "Wk")
+_VALUE = ("v_proj", "value", "Wv")
+_FUSED = ("query_key_value", "qkv_proj", "Wqkv", "c_attn", "qkv")
+OUT = ("o_proj", "out_proj", "dense", "c_proj", "wo", "Wo")
 _HEAD_GATES = ("g_proj", "gate_proj")
 _QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
 _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
 _UP = ("up_proj", "gate_proj", "fc1", "c_fc", "w1", "w3", "fc_in", "dense_h_to_4h")
-_GATE_UP = ("gate_up_proj", "input_linear")
-_DOWN = ("down_proj", "fc2", "c_proj", "w2", "fc_out", "dense_4h_to_h", "output_linear")
+_GATE_UP = ("gate_up_proj", "input_linear", "Wi")
+_DOWN = ("down_proj", "fc2", "c_proj", "w2", "fc_out", "dense_4h_to_h", "output_linear", "Wo")
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "k_rope_only_layernorm")
 _INDEXERS = ("indexer", "indexers_proj")  # of sparse attention: they choose keys, alike on every rank
 _GROUPED_MULTIPLE = 8  # features: torch's grouped matmul wants strides of 16 bytes
@@ -159,19 +256,47 @@ _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
 
 def _linear(block: nn.Module, names: tuple[str, ...]) -> str | None:
-    """The one plain Linear child of that name: a subclass may do more than multiply."""
-    found = [name for name in names if type(getattr(block, name, None)) is nn.Linear]
+    """The one child of that name that is a plain product with a matrix."""
+    found = [name for name in names if _is_product(getattr(block, name, None))]
     return found[0] if len(found) == 1 else None
+
+
+def _is_product(module: Any) -> bool:
+    """nn.Linear, transformers' Conv1D, or a subclass of nn.Linear that does no more than multiply: tried out."""
+    if type(module) in (nn.Linear, Conv1D):
+        return True
+    return isinstance(module, nn.Linear) and not hasattr(module, "parametrizations") and _only_multiplies(module)
+
+
+def _only_multiplies(module: nn.Linear) -> bool:
+    generator, twin = torch.Generator().manual_seed(0), copy.copy(module)
+    twin._parameters = dict.fromkeys(module._parameters)
+    if twin._parameters.keys() != {"weight", "bias"} or next(twin.buffers(), None) is not None:
+        return False
+    twin.in_features, twin.out_features = 4, 3
+    x, weight = (torch.randn(n, 4, generator=generator) for n in (2, 3))
+    bias = None if module.bias is None else torch.randn(3, generator=generator)
+    twin.weight, twin.bias = (None if p is None else nn.Parameter(p, requires_grad=False) for p in (weight, bias))
+    try:
+        return torch.allclose(twin(x[None]), F.linear(x, weight, bias)[None], rtol=1e-5, atol=1e-6)
+    except Exception:  # whatever a class of its own raises on other sizes
+        return False
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Output and input features of a product with a matrix."""
+    rows, columns = module.weight.shape
+    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
 
 def _attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
     """Separate query, key, value and output projections; per-head or whole norms, gates and sinks with them."""
     names = [_linear(block, known) for known in (_QUERY, _KEY, _VALUE, OUT)]
-    head_dim = getattr(block, "head_dim", None)
-    if None in names or not isinstance(head_dim, int):
+    head_dim = _head_dim(block)
+    if None in names or not head_dim:
         return None
     q, k, v, out = (str(name) for name in names)
-    sizes = {name: block.get_submodule(name).weight.shape for name in (q, k, v, out)}
+    sizes = {name: features(block.get_submodule(name)) for name in (q, k, v, out)}
     kv_heads = sizes[k][0] // head_dim
     if not kv_heads or sizes[k][0] % head_dim or sizes[v][0] % kv_heads:
         return None
@@ -193,8 +318,8 @@ def _attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
 
 def _head_extras(block: nn.Module, found: Block, q_heads: int, kv_heads: int, q_rows: int, k_rows: int) -> None:
     gate = _linear(block, _HEAD_GATES)
-    if gate is not None and block.get_submodule(gate).out_features % q_heads == 0:
-        found.colwise(block, gate, Units(q_heads, block.get_submodule(gate).out_features // q_heads, "q"))
+    if gate is not None and features(block.get_submodule(gate))[0] % q_heads == 0:
+        found.colwise(block, gate, Units(q_heads, features(block.get_submodule(gate))[0] // q_heads, "q"))
     for names, count, rows, by in ((_QUERY_NORMS, q_heads, q_rows, "q"), (_KEY_NORMS, kv_heads, k_rows, "kv")):
         for name in names:
             if isinstance(getattr(block, name, None), nn.Module):
@@ -251,8 +376,8 @@ def _latent_attention(block: nn.Module, declared: Mapping[str, str]) -> Block | 
     q_heads = getattr(block, "num_heads", None)
     if q is None or kv is None or out is None or not isinstance(q_heads, int):
         return None
-    q_rows, kv_rows = (block.get_submodule(name).out_features for name in (q, kv))
-    out_columns = block.get_submodule(out).in_features
+    q_rows, kv_rows = (features(block.get_submodule(name))[0] for name in (q, kv))
+    out_columns = features(block.get_submodule(out))[1]
     if q_rows % q_heads or kv_rows % q_heads or out_columns % q_heads:
         return None
     found = Block(heads=(q_heads, q_heads))
@@ -266,45 +391,118 @@ def _latent_attention(block: nn.Module, declared: Mapping[str, str]) -> Block | 
     return found
 
 
-def _fused_attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
-    """One projection for query, key and value: one after another, or all three of a head together.
+def guesses(block: nn.Module) -> Iterator[Block]:
+    """What a module may be, going by its sizes alone; only a trial (`trial`) can tell."""
+    found = [*_guessed_attention(block), *_fused_attention(block), *_delta_net(block)]
+    yield from found
+    yield from (replace(guess, narrow=True) for guess in found)
 
-    Only the model's code knows which. Its plan tells: rows cut anywhere ("colwise") must lie head by head.
+
+def _guessed_attention(block: nn.Module) -> Iterator[Block]:
+    """Separate projections, and more that is as long as there are heads or features of heads."""
+    found = _attention(block, {})
+    if found is None or found.heads is None:
+        return
+    head_dim = found.out_layout(1).local // found.heads[0]
+    lengths = {1: None, head_dim: None}
+    for by, count in (("kv", found.heads[1]), ("q", found.heads[0])):
+        lengths |= {count: Units(count, 1, by), count * head_dim: Units(count, head_dim, by)}
+    for name, param in block.named_parameters(recurse=False):
+        if param.ndim == 1 and param.shape[0] in lengths:
+            units = lengths[param.shape[0]]
+            found.cuts |= {name: Cut(0, (units,))} if units else {}
+    for name, child in block.named_children():
+        if name not in found.styles and _is_product(child) and lengths.get(features(child)[0]):
+            found.colwise(block, name, lengths[features(child)[0]])
+    yield found
+
+
+def _fused_attention(block: nn.Module) -> Iterator[Block]:
+    """One projection for query, key and value: all queries, keys, values in turn, or those of a kv head together."""
+    fused, out, head_dim = _linear(block, _FUSED), _linear(block, OUT), _head_dim(block)
+    if fused is None or out is None or head_dim is None:
+        return
+    rows, columns = features(block.get_submodule(fused))[0], features(block.get_submodule(out))[1]
+    q_heads, kv_heads = columns // head_dim, (rows - columns) // (2 * head_dim)
+    if columns % head_dim or (rows - columns) % (2 * head_dim) or not kv_heads or q_heads % kv_heads:
+        return
+    query, key = Units(q_heads, head_dim, "q"), Units(kv_heads, head_dim, "kv")
+    for grouped in (True, False):
+        found = Block(heads=(q_heads, kv_heads))
+        found.colwise(block, fused, query, key, key)
+        if grouped:
+            found.cuts = {n: Groups(cut.dim, q_heads // kv_heads, head_dim) for n, cut in found.cuts.items()}
+        found.rowwise(block, out, query)
+        _head_extras(block, found, q_heads, kv_heads, q_heads * head_dim, kv_heads * head_dim)
+        yield found
+
+
+def counts_features(block: nn.Module, found: Block) -> bool:
+    """Whether an attribute is as large as all heads' features: only a trial tells if the code counts them by it.
+
+    There can be none where heads are normed together, across ranks.
     """
-    fused, out, head_dim = _linear(block, ("qkv_proj", "query_key_value")), _linear(block, OUT), _head_dim(block)
-    layout_of = {("query_key_value", "colwise"): True, ("qkv_proj", "colwise_gather_output"): False}
-    by_head = layout_of.get((fused or "", declared.get(fused or "", "")))
-    if fused is None or by_head is None or out is None or head_dim is None:
-        return None
-    rows, columns = block.get_submodule(fused).out_features, block.get_submodule(out).in_features
-    q_heads, rest = columns // head_dim, rows - columns
-    if columns % head_dim or rest % (2 * head_dim):
-        return None
-    kv_heads = q_heads if by_head else rest // (2 * head_dim)
-    if not kv_heads or q_heads % kv_heads or (by_head and rows != 3 * columns):
-        return None
-    found, key = Block(heads=(q_heads, kv_heads)), Units(kv_heads, head_dim, "kv")
-    units = (Units(q_heads, 3 * head_dim, "q"),) if by_head else (Units(q_heads, head_dim, "q"), key, key)
-    found.colwise(block, fused, *units)
-    found.rowwise(block, out, Units(q_heads, head_dim, "q"))
-    return found
+    width = found.out_layout(1).local if found.heads and "colwise_norm" not in found.styles.values() else 0
+    return any(type(value) is int and value == width for name, value in vars(block).items() if name != "head_dim")
+
+
+def _delta_net(block: nn.Module) -> Iterator[Block]:
+    """A gated delta rule by heads (arXiv 2412.06464): value heads share the key heads, as queries do in attention."""
+    names = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
+    v_heads, k_heads, v_dim, k_dim = sizes = [getattr(block, n, None) for n in names]
+    out, convolution = _linear(block, OUT), getattr(block, "conv1d", None)
+    if (
+        out is None
+        or not all(isinstance(n, int) for n in sizes)
+        or v_heads % k_heads
+        or type(convolution) is not nn.Conv1d
+    ):
+        return
+    found, group = Block(heads=(v_heads, k_heads)), v_heads // k_heads
+    key, value, each = Units(k_heads, k_dim, "kv"), Units(v_heads, v_dim, "q"), Units(v_heads, 1, "q")
+    of_projection = {
+        "in_proj_qkv": (key, key, value),
+        "in_proj_z": (value,),
+        "in_proj_b": (each,),
+        "in_proj_a": (each,),
+        "in_proj_qkvz": (Units(k_heads, 2 * (k_dim + group * v_dim), "kv"),),
+        "in_proj_ba": (Units(k_heads, 2 * group, "kv"),),
+    }
+    for name, units in of_projection.items():
+        if _linear(block, (name,)):
+            found.colwise(block, name, *units)
+    found.rowwise(block, out, value)
+    found.cuts |= {f"conv1d.{n}": Cut(0, (key, key, value)) for n, _ in convolution.named_parameters()}
+    found.cuts |= {n: Cut(0, (each,)) for n, p in block.named_parameters(recurse=False) if p.shape == (v_heads,)}
+    found.counts = {
+        "num_v_heads": (each,),
+        "num_k_heads": (Units(k_heads, 1, "kv"),),
+        "key_dim": (key,),
+        "value_dim": (value,),
+        "conv_dim": (key, key, value),
+    }
+    yield found
 
 
 def _head_dim(block: nn.Module) -> int | None:
     known = (getattr(block, name, None) for name in ("head_dim", "head_size"))
-    return next((size for size in known if isinstance(size, int)), None)
+    found = next((size for size in known if isinstance(size, int)), None)
+    counts = (getattr(block, name, None) for name in _Q_HEADS)
+    q_heads = next((count for count in counts if isinstance(count, int)), None)
+    out = _linear(block, OUT)
+    return found if found or not q_heads or not out else features(block.get_submodule(out))[1] // q_heads
 
 
-def _mlp(block: nn.Module, declared: Mapping[str, str], exit: Exit = "rowwise") -> Block | None:
+def _mlp(block: nn.Module, declared: Mapping[str, str], style: Literal["block", "block_sum"] = "block") -> Block | None:
     """Projections up and one down; a fused pair of gate and up is two halves; element-wise scales with them."""
-    down, ups = _linear(block, _DOWN), [n for n in (*_UP, *_GATE_UP) if type(getattr(block, n, None)) is nn.Linear]
+    down, ups = _linear(block, _DOWN), [n for n in (*_UP, *_GATE_UP) if _is_product(getattr(block, n, None))]
     if down is None or not ups or getattr(block, "activation_sparsity", 0):  # a threshold from all features
         return None
-    hidden, width = block.get_submodule(down).weight.shape
-    found = Block(exit)
+    hidden, width = features(block.get_submodule(down))
+    found = Block(style)
     for name in ups:
         halves = 2 if name in _GATE_UP else 1
-        if tuple(block.get_submodule(name).weight.shape) != (halves * width, hidden):
+        if features(block.get_submodule(name)) != (halves * width, hidden):
             return None
         found.colwise(block, name, *[Units(width)] * halves)
     found.rowwise(block, down, Units(width))
@@ -319,18 +517,42 @@ def _mlp(block: nn.Module, declared: Mapping[str, str], exit: Exit = "rowwise") 
     return found
 
 
+def pair(layer: nn.Module) -> Block | None:
+    """A projection up and one down among the children of a decoder layer, whose own code runs what is between.
+
+    Only a trial can tell whether that works on parts of the features.
+    """
+    up, down = _linear(layer, _UP), _linear(layer, _DOWN)
+    if up is None or down is None or up == down:
+        return None
+    hidden, width = features(layer.get_submodule(down))
+    if features(layer.get_submodule(up)) != (width, hidden):
+        return None
+    found = Block()
+    found.colwise(layer, up, Units(width))
+    found.rowwise(layer, down, Units(width))
+    return found
+
+
+def halves(found: Block) -> Iterator[tuple[str, Block]]:
+    """The two modules of a `pair`, each as a block of its own."""
+    for name, style in found.styles.items():
+        cuts = {n.removeprefix(f"{name}."): cut for n, cut in found.cuts.items() if n.startswith(f"{name}.")}
+        yield name, Block("pair_in" if style == "colwise" else "pair_out", cuts=cuts)
+
+
 def _mixture(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
     """Routed experts, each cut inside, with a router that every rank runs whole, and shared experts."""
     experts = [n for n, m in block.named_children() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
     cuts = _expert_cuts(block.get_submodule(experts[0])) if len(experts) == 1 else None
     if cuts is None:
         return None
-    found = Block("output", {f"{experts[0]}": "experts"}, {f"{experts[0]}.{n}": cut for n, cut in cuts.items()})
+    found = Block("block_sum", {f"{experts[0]}": "experts"}, {f"{experts[0]}.{n}": cut for n, cut in cuts.items()})
     for name, child in block.named_children():
         if name in _ROUTERS:
             found.styles[name] = "replicate"
         elif name in _SHARED:
-            shared = _mlp(child, declared, "output")
+            shared = _mlp(child, declared, "block_sum")
             if shared is None or _unexplained(child, shared):
                 return None
             found.styles |= {f"{name}.{n}": style for n, style in shared.styles.items()}
@@ -338,6 +560,22 @@ def _mixture(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
     for name, param in block.named_parameters(recurse=False):
         if name in ("expert_bias", "e_score_correction_bias") and param.ndim == 1:
             found.whole.add(name)
+    return found
+
+
+def _flat_mixture(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
+    """DBRX's experts: all their rows [experts * features, hidden] in three matrices, beside a router."""
+    experts = getattr(block, "experts", None)
+    mlp, width, count = (getattr(experts, n, None) for n in ("mlp", "ffn_hidden_size", "num_experts"))
+    if not isinstance(mlp, nn.Module) or not isinstance(width, int) or not isinstance(count, int):
+        return None
+    params = dict(mlp.named_parameters())
+    if params.keys() != {"w1", "v1", "w2"} or any(p.shape[0] != width * count for p in params.values()):
+        return None
+    cut, found = Cut(0, (Units(width),) * count), Block("block_sum", {"experts.mlp": "experts"})
+    found.cuts |= {f"experts.mlp.{n}": cut for n in params}
+    found.counts["experts.ffn_hidden_size"] = (Units(width),)
+    found.styles |= {n: "replicate" for n, _ in block.named_children() if n in _ROUTERS}
     return found
 
 
@@ -350,11 +588,17 @@ def _expert_cuts(experts: nn.Module) -> dict[str, Cut | OnFirst] | None:
         return None
     if any(isinstance(m, nn.Identity) or not _is_harmless(n, m) for n, m in experts.named_children()):
         return None  # LongCat's experts that return their input would be summed once a rank
-    transposed = bool(getattr(experts, "is_transposed", False))
-    up_dim, down_dim = (2, 1) if transposed else (1, 2)
-    width, runs = down.shape[down_dim], up.shape[up_dim] // down.shape[down_dim]
-    if up.shape[up_dim] != (2 if up_name == "gate_up_proj" else 1) * width:
+    runs = 2 if up_name == "gate_up_proj" else 1
+    fits = {
+        transposed: (up.shape[1 + transposed], up.shape[2 - transposed])
+        == (runs * down.shape[2 - transposed], down.shape[1 + transposed])
+        for transposed in (False, True)
+    }
+    transposed = bool(getattr(experts, "is_transposed", not fits[False]))
+    if not fits[transposed]:
         return None
+    up_dim, down_dim = (2, 1) if transposed else (1, 2)
+    width = down.shape[down_dim]
     paired = getattr(experts, "is_concatenated", True) is False  # gate and up of a feature side by side
     features = Units(width, multiple=_GROUPED_MULTIPLE)
     units = (Units(width, runs, multiple=_GROUPED_MULTIPLE),) if paired else (features,) * runs

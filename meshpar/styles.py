@@ -7,7 +7,6 @@ on the meta device here, so shrinking costs nothing; `weights` fills them later 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from . import comm
 from .config import ParallelConfig, torch_dtype
@@ -48,33 +48,38 @@ class TensorParallel:
     def enter(self, x: Tensor) -> Tensor:
         """Into a block: [b, shard, h] gathered to [b, seq_len, h], or [b, seq_len, h] as it is."""
         if self.sequence_parallel:
-            return comm.gather_sequence(x, self.group, self.seq_len)
+            return self._by_rows(x, self.local_seq_len(), lambda r: comm.gather_sequence(r, self.group, self.seq_len))
         return comm.copy_to(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Out of a block: partial [b, seq_len, h] summed, and cut to this rank's shard under sequence parallelism."""
-        return (
-            comm.scatter_sum(self._whole_rows(x), self.group)
-            if self.sequence_parallel
-            else comm.reduce_from(x, self.group)
-        )
+        if self.sequence_parallel:
+            return self._by_rows(x, self.seq_len, lambda rows: comm.scatter_sum(rows, self.group))
+        return comm.reduce_from(x, self.group)
 
     def whole(self, x: Tensor) -> Tensor:
         """Into a module that every rank runs alike: [b, shard, h] gathered to [b, seq_len, h]."""
-        return comm.gather_alike(x, self.group, self.seq_len) if self.sequence_parallel else x
+        if not self.sequence_parallel:
+            return x
+        return self._by_rows(x, self.local_seq_len(), lambda rows: comm.gather_alike(rows, self.group, self.seq_len))
 
     def split(self, x: Tensor) -> Tensor:
         """From whole [b, seq_len, h] to what lies between blocks."""
-        return comm.split_sequence(self._whole_rows(x), self.group) if self.sequence_parallel else x
+        if not self.sequence_parallel:
+            return x
+        return self._by_rows(x, self.seq_len, lambda rows: comm.split_sequence(rows, self.group))
 
-    def _whole_rows(self, x: Tensor) -> Tensor:
-        """``x``, if the sequence is its second dimension: code that flattens rows would be cut elsewhere, silently."""
-        if x.ndim < 3 or x.shape[1] != self.seq_len:
-            raise ValueError(f"a module returned {list(x.shape)} for a sequence of {self.seq_len}")
-        return x
+    def _by_rows(self, x: Tensor, length: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        """``fn`` of [b, length, ...], which some code flattens to [b * length, ...]."""
+        if x.ndim == 2 and x.shape[0] % length == 0:
+            return fn(x.unflatten(0, (-1, length))).flatten(0, 1)
+        if x.ndim < 3 or x.shape[1] != length:
+            raise ValueError(f"a module takes or returns {list(x.shape)} for a sequence of {length}")
+        return fn(x)
 
-    def local_seq_len(self, seq_len: int) -> int:
-        """Length of the sequence dimension between blocks."""
+    def local_seq_len(self, seq_len: int | None = None) -> int:
+        """Length of the sequence dimension between blocks, of the batch in flight unless given."""
+        seq_len = self.seq_len if seq_len is None else seq_len
         return -(-seq_len // self.size) if self.sequence_parallel else seq_len
 
 
@@ -108,7 +113,7 @@ def apply_styles(
             if name in plan:
                 _apply(name, module, plan, tp, layouts)
         for name, block in plan.blocks.items():
-            _show_own_heads(model.get_submodule(name), block, tp.size)
+            _show_own_heads(model.get_submodule(name), block, tp)
         apply_dropout(model, plan, tp)
     specs = {n: _spec(n, shape, model, plan, tp, layouts[n]) for n, shape in shapes.items()}
     _shrink(model, specs, torch_dtype(config.param_dtype))
@@ -147,32 +152,27 @@ def _apply(name: str, module: nn.Module, plan: Plan, tp: TensorParallel, layouts
         _apply_torch_style(module, style, plan.roles.get(name), tp)
         return
     block = plan.block_of(name)
-    if style == "rowwise" and block is not None and plan.blocks[block].exit == "output":
+    if style == "rowwise" and block is not None and plan.blocks[block].style == "block_sum":
         return  # its part of the sum leaves with the block's output
     _APPLY[style](module, tp, layouts.get(f"{name}.weight", replicated(tp.size)))
 
 
-# What attention modules call their numbers of heads.
-_Q_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
-
-
-def _show_own_heads(module: nn.Module, block: Block, size: int) -> None:
-    """A block's code that counts heads must count those of this rank."""
-    own = block.head_layout(size)
-    if own is None or block.heads is None:
+def _show_own_heads(module: nn.Module, block: Block, tp: TensorParallel) -> None:
+    block.localize(module, tp.size)
+    if not block.by_head and not block.inside:
         return
-    q_heads, kv_heads = block.heads
-    counts = dict.fromkeys(_Q_HEADS, (q_heads, own.q.local)) | dict.fromkeys(_KV_HEADS, (kv_heads, own.kv.local))
-    counts["num_key_value_groups"] = (q_heads // kv_heads, own.q.local // own.kv.local)
-    holders = [module]
-    if hasattr(module, "config"):
-        module.config = copy.copy(module.config)
-        holders.append(module.config)
-    for holder in holders:
-        for name, (whole, local) in counts.items():
-            if getattr(holder, name, None) == whole:
-                setattr(holder, name, local)
+
+    def own(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        entered = {k: _enter_argument(x, tp) for k, x in (*enumerate(args), *kwargs.items()) if k in block.inside}
+        args = tuple(entered.get(i, x) for i, x in enumerate(args))
+        return block.own_arguments(args, {k: entered.get(k, x) for k, x in kwargs.items()}, tp.size, tp.rank)
+
+    module.register_forward_pre_hook(own, with_kwargs=True)
+
+
+def _enter_argument(value: object, tp: TensorParallel) -> object:
+    """What each rank uses for its own heads only: where it is computed from parameters, its gradient is a sum."""
+    return comm.copy_to(value, tp.group) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _spec(
@@ -183,7 +183,9 @@ def _spec(
     if isinstance(param, DTensor):
         return ParamSpec(shape, _torch_layout(name, param, tp.size))
     block = plan.block_of(name)
-    after_sum = block is not None and plan.roles[owner] == "rowwise" and leaf == "bias" and layout.dim is None
+    after_sum = (
+        block is not None and plan.roles[owner] in ("rowwise", "pair_out") and leaf == "bias" and layout.dim is None
+    )
     on_shards = tp.sequence_parallel and (after_sum or plan[owner] == "sequence_parallel")
     partial = on_shards or (block is not None and not after_sum)
     return ParamSpec(shape, layout, layout.copies and tp.size > 1 and partial, layout.padded)
@@ -215,10 +217,14 @@ def _shrink(model: nn.Module, specs: dict[str, ParamSpec], dtype: torch.dtype) -
 
 
 def map_hidden(args: tuple, kwargs: dict, fn: Callable[[Tensor], Tensor]) -> tuple[tuple, dict]:
-    """Apply ``fn`` to a decoder module's hidden states: its first positional argument, or ``hidden_states``."""
-    if args:
-        return (fn(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": fn(kwargs["hidden_states"])}
+    """Apply ``fn`` to a decoder module's hidden states: its first positional argument, or ``hidden_states``.
+
+    Wherever else the same tensor is given (as query, key and value), its result is, too.
+    """
+    hidden = args[0] if args else kwargs["hidden_states"]
+    result = fn(hidden)
+    args = tuple(result if x is hidden else x for x in args)
+    return args, {k: result if x is hidden else x for k, x in kwargs.items()}
 
 
 def _enter_block(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
@@ -258,9 +264,20 @@ def _like(output: tuple | list, items: Iterable) -> tuple | list:
     return output._make(items) if hasattr(output, "_make") else type(output)(items)
 
 
-def _rowwise(module: nn.Linear, tp: TensorParallel, layout: Layout) -> None:
+def _colwise(module: nn.Linear | Conv1D, tp: TensorParallel, layout: Layout) -> None:
+    """A smaller weight is all a Linear needs."""
+    if isinstance(module, Conv1D):
+        module.nf = layout.local
+
+
+def _pair_in(module: nn.Linear | Conv1D, tp: TensorParallel, layout: Layout) -> None:
+    _enter_block(module, tp, layout)
+    _colwise(module, tp, layout)
+
+
+def _rowwise(module: nn.Linear | Conv1D, tp: TensorParallel, layout: Layout) -> None:
     def forward(x: Tensor) -> Tensor:
-        y = tp.leave(F.linear(x, module.weight))
+        y = tp.leave(x @ module.weight if isinstance(module, Conv1D) else F.linear(x, module.weight))
         return y if module.bias is None else y + module.bias
 
     module.forward = forward
@@ -309,8 +326,10 @@ _APPLY: dict[str, Callable[..., None]] = {
     "block": _enter_block,
     "block_sum": _block_sum,
     "whole": _whole,
-    "colwise": _nothing,
+    "colwise": _colwise,
     "rowwise": _rowwise,
+    "pair_in": _pair_in,
+    "pair_out": _rowwise,
     "experts": _nothing,
     "colwise_norm": _colwise_norm,
     "by_head": _nothing,

@@ -82,7 +82,7 @@ def _join_tp(parallel: ParallelModel, name: str, parts: list[Tensor]) -> Tensor:
     layout = parallel._full.specs[f"{name}.weight"].layout if f"{name}.weight" in parallel._full.specs else None
     if len(parts) == 1:
         return parts[0]
-    if style in ("colwise", "vocab_head", "colwise_norm"):
+    if style in ("colwise", "pair_in", "vocab_head", "colwise_norm"):
         return _join_features(parts, layout)
     inside = parallel.plan.block_of(name) not in (None, name)
     sharded = style != "embedding_rowwise" and not (inside and style != "rowwise")
@@ -115,7 +115,7 @@ def _can_be_joined(plan: Plan, name: str) -> bool:
     if block in (None, name):
         return True
     role = plan.roles[name]
-    return role in ("colwise", "colwise_norm") or (role == "rowwise" and plan.blocks[block].exit == "rowwise")
+    return role in ("colwise", "colwise_norm") or (role == "rowwise" and plan.blocks[block].style == "block")
 
 
 def run_order(reference: PreTrainedModel, batch: Mapping[str, Tensor], names: list[str]) -> Recorded:

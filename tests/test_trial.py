@@ -1,0 +1,160 @@
+"""Rules tried out: the model's own code decides how its heads and features divide, and nothing else is believed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from meshpar import ParallelConfig
+from meshpar.layout import heads
+from meshpar.load import meta_copy
+from meshpar.plan import make_plan
+from meshpar.rules import Groups, guesses, pair, recognise
+from meshpar.trial import Trials
+from tests import jobs_families, models, sweep
+from tests.tiny_families import tiny_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    """transformers warns of every odd size in a tiny config."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_groups_lie_whole_or_share_a_key_and_value():
+    two_groups = Groups(0, 2, 1)  # rows: q0 q1 k v, q2 q3 k v
+    assert [p.spans for p in two_groups.layout(2, heads(4, 2, 2)).parts] == [((0, 4), (4, 8))]
+    assert [p.spans for p in two_groups.layout(4, heads(4, 2, 4)).parts] == [
+        ((0, 1), (1, 2), (4, 5), (5, 6)),
+        ((2, 3), (2, 3), (6, 7), (6, 7)),
+        ((3, 4), (3, 4), (7, 8), (7, 8)),
+    ]
+
+
+# The layout of each family's fused projection, which its code alone tells: whether queries, keys and values lie in
+# groups of a kv head, and whether attributes that count features must shrink.
+FUSED = {
+    "bloom": ("transformer.h.0.self_attention", True),
+    "gpt_neox": ("gpt_neox.layers.0.attention", True),
+    "persimmon": ("model.layers.0.self_attn", True),
+    "gpt2": ("transformer.h.0.attn", False),
+    "mpt": ("transformer.blocks.0.attn", False),
+    "phi3": ("model.layers.0.self_attn", False),
+    "dbrx": ("transformer.blocks.0.norm_attn_norm.attn", False),
+}
+
+
+@pytest.mark.parametrize("model_type", FUSED)
+def test_a_fused_projection_is_divided_as_the_code_reads_it(model_type):
+    name, grouped = FUSED[model_type]
+    model = meta_copy(tiny_model(model_type))
+    found = Trials(model, 2).first_to_pass(name, guesses(model.get_submodule(name)))
+    projections = [c for n, c in found.cuts.items() if found.styles.get(n.removesuffix(".weight")) == "colwise"]
+    assert [isinstance(cut, Groups) for cut in projections] == [grouped]
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(new_decoder_architecture=True, num_kv_heads=2), dict(multi_query=False)], ids=str
+)
+@pytest.mark.parametrize("alibi", [True, False])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_falcon_in_all_its_forms(pool, changes, alibi, tp):
+    config = sweep.config_of((1, 1, tp), sequence_parallel=False)
+    result = pool.run(tp, jobs_families.outcome, "falcon", config, alibi=alibi, **changes)[0]
+    assert result.get("ok"), result
+
+
+class Attention(nn.Module):
+    """A fused attention of one's own; ``order`` is where the code looks for queries, keys and values."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.order = 4, 8, order
+        self.qkv_proj, self.out_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, hidden_states, **_):
+        qkv = self.qkv_proj(hidden_states)
+        b, s, _ = qkv.shape
+        if self.order == "head by head":
+            q, k, v = qkv.view(b, s, -1, 3, self.head_dim).unbind(3)
+        elif self.order == "one after another":
+            q, k, v = (x.reshape(b, s, -1, self.head_dim) for x in qkv.chunk(3, dim=-1))
+        else:  # features of all heads in turn
+            q, k, v = (x.reshape(b, s, self.head_dim, -1).transpose(2, 3) for x in qkv.chunk(3, dim=-1))
+        out = nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+        return self.out_proj(out.transpose(1, 2).reshape(b, s, -1)), None
+
+
+def model_with(attention: nn.Module):
+    model = models.tiny_model(num_hidden_layers=1)
+    model.model.layers[0].self_attn = attention
+    return meta_copy(model)
+
+
+@pytest.mark.parametrize(("order", "grouped"), [("head by head", True), ("one after another", False)])
+def test_code_of_ones_own_is_read_the_same_way(order, grouped):
+    plan = make_plan(model_with(Attention(order)), ParallelConfig(dp_shard=1, tp=2))
+    assert plan["model.layers.0.self_attn"] == "block"
+    assert isinstance(plan.blocks["model.layers.0.self_attn"].cuts["qkv_proj.weight"], Groups) is grouped
+
+
+def test_what_no_guess_fits_runs_whole():
+    plan = make_plan(model_with(Attention("features in turn")), ParallelConfig(dp_shard=1, tp=2))
+    assert plan["model.layers.0.self_attn"] == "whole"
+
+
+class Layer(nn.Module):
+    """A layer with its own pair of projections, and ``between`` them."""
+
+    def __init__(self, inner: nn.Module, between) -> None:
+        super().__init__()
+        self.inner, self.between = inner, between
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, hidden_states, **kwargs):
+        hidden_states = self.inner(hidden_states, **kwargs)
+        return hidden_states + self.fc2(self.between(self.fc1(hidden_states)))
+
+
+@pytest.mark.parametrize(
+    ("between", "splits"), [(nn.functional.gelu, True), (lambda x: x.softmax(-1), False), (lambda x: x.flip(-1), False)]
+)
+def test_a_pair_in_a_layers_own_code_splits_where_what_is_between_is_element_wise(between, splits):
+    model = models.tiny_model(num_hidden_layers=1)
+    model.model.layers[0] = Layer(model.model.layers[0], between)
+    plan = make_plan(meta_copy(model), ParallelConfig(dp_shard=1, tp=2))
+    styles = plan["model.layers.0.fc1"], plan["model.layers.0.fc2"]
+    assert styles == (("pair_in", "pair_out") if splits else ("whole", "whole"))
+
+
+def test_arguments_with_something_of_each_head_are_found():
+    model = meta_copy(tiny_model("bloom"))
+    found = make_plan(model, ParallelConfig(dp_shard=1, tp=2)).blocks["transformer.h.0.self_attention"]
+    assert found.by_head == {"alibi": 0}  # [batch * heads, 1, seq]
+    batch, heads_, seq = 3, found.heads[0], 5
+    alibi = torch.arange(batch * heads_ * seq).reshape(batch * heads_, 1, seq)
+    _, own = found.own_arguments((), {"alibi": alibi}, 2, 1)
+    want = alibi.reshape(batch, heads_, 1, seq)[:, heads_ // 2 :].flatten(0, 1)
+    assert torch.equal(own["alibi"], want)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_subclass_of_linear_splits_if_it_only_multiplies(splits):
+    class Own(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if splits else y.cumsum(-1)
+
+    model = models.tiny_model(num_hidden_layers=1)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = Own(32, 64, bias=False)
+    assert (recognise(mlp, {}) is not None) is splits
+
+
+def test_a_layer_without_a_pair_has_none():
+    assert pair(models.tiny_model().model.layers[0]) is None
