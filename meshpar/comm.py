@@ -156,6 +156,40 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor
     return x if group.size() == 1 else _Gather.apply(x, group)[:, :seq_len].contiguous()  # models view it as rows
 
 
+class KeepShard(torch.autograd.graph.saved_tensors_hooks):
+    """While it is active, what autograd keeps of ``whole`` [b, s, h], gathered from ``shard``, is the shard.
+
+    The backward gathers it again, once for all that kept it (arXiv 2205.05198, section 4.2.2); the ranks of a tp group
+    run the same backward, so their all-gathers meet.
+    """
+
+    def __init__(self, shard: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._shard, self._group, self._seq_len = shard.detach(), group, whole.shape[1]
+        self._storage = whole.untyped_storage().data_ptr()  # the block's arguments keep it alive
+        self._version = whole._version
+        self._again: Tensor | None = None
+        self._kept = self._wanted = 0
+
+    def _pack(self, x: Tensor) -> Tensor | tuple:
+        if x.untyped_storage().data_ptr() != self._storage or x._version != self._version:
+            return x.detach()
+        self._kept += 1
+        self._wanted += 1
+        return x.size(), x.stride(), x.storage_offset()
+
+    def _unpack(self, kept: Tensor | tuple) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if self._again is None:
+            self._again = all_gather_dim1(self._shard, self._group)[:, : self._seq_len].contiguous()
+        whole = self._again.as_strided(*kept)
+        self._wanted -= 1
+        if self._wanted == 0:  # another backward through the same graph starts over
+            self._again, self._wanted = None, self._kept
+        return whole
+
+
 def gather_alike(x: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:
     """As `gather_sequence`, for what every rank then computes alike: each has the whole gradient already."""
     return x if group.size() == 1 else _GatherAlike.apply(x, group)[:, :seq_len].contiguous()

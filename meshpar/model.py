@@ -74,7 +74,9 @@ def parallelize_model(
     pin_layout(skeleton)
 
     ranges = stage_ranges(skeleton, the_plan.anatomy, config, the_plan.flow)
-    tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel)
+    # Under activation checkpointing what is gathered is not kept at all.
+    keep_shards = config.activation_checkpoint == "none"
+    tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel, keep_shards)
     unmodified = meta_copy(skeleton) if tp.size > 1 else skeleton
     specs = apply_styles(skeleton, the_plan, tp, config)
     check_shapes(skeleton, unmodified, the_plan, tp)

@@ -212,11 +212,9 @@ def _named_children(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Modul
 
 def _blocks(model: PreTrainedModel, anatomy: Anatomy, size: int) -> dict[str, Block]:
     """What tp can split: children of decoder layers, and pairs of projections in a layer's own code."""
-    declared, trials = declared_styles(model), Trials(model, size)
-    blocks = {}
+    trials, blocks = Trials(model, size), {}
     for name, module in layer_children(model, anatomy):
-        inside = {n: declared_style(declared, f"{name}.{n}") for n, _ in module.named_children()}
-        found = recognise(module, {n: style for n, style in inside.items() if style})
+        found = recognise(module)
         if found is None:
             found = trials.first_to_pass(name, guesses(module))
         elif counts_features(module, found) and trials.can_run(name):

@@ -12,7 +12,7 @@ the ranks make of their own heads, features or parts of experts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -192,13 +192,10 @@ class Block:
         return one.flatten(dim, dim + 1)
 
 
-def recognise(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
-    """The rule that accounts for every parameter of ``block``, or None.
-
-    ``declared``: what the model's own plan says of modules in it, in transformers' words.
-    """
+def recognise(block: nn.Module) -> Block | None:
+    """The rule that accounts for every parameter of ``block``, or None."""
     for rule in (_mixture, _flat_mixture, _latent_attention, _attention, _mlp):
-        found = rule(block, declared)
+        found = rule(block)
         if found is not None and not _unexplained(block, found):
             return found
     return None
@@ -289,8 +286,11 @@ def features(module: nn.Module) -> tuple[int, int]:
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
 
-def _attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
-    """Separate query, key, value and output projections; per-head or whole norms, gates and sinks with them."""
+def _attention(block: nn.Module, gated: bool = False) -> Block | None:
+    """Separate query, key, value and output projections; per-head or whole norms, gates and sinks with them.
+
+    ``gated``: the query projection holds a gate for each head beside its query.
+    """
     names = [_linear(block, known) for known in (_QUERY, _KEY, _VALUE, OUT)]
     head_dim = _head_dim(block)
     if None in names or not head_dim:
@@ -304,8 +304,7 @@ def _attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
     q_heads = sizes[out][1] // v_width
     if sizes[out][1] % v_width or q_heads % kv_heads:
         return None
-    gated = sizes[q][0] == 2 * q_heads * head_dim and declared.get(q) == "colwise"  # each head's gate beside its query
-    if sizes[q][0] != q_heads * head_dim and not gated:
+    if sizes[q][0] != (1 + gated) * q_heads * head_dim:
         return None
     found = Block(heads=(q_heads, kv_heads))
     found.colwise(block, q, Units(q_heads, sizes[q][0] // q_heads, "q"))
@@ -369,7 +368,7 @@ def _is_rms_norm(norm: nn.Module) -> bool:
     return isinstance(y, torch.Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
-def _latent_attention(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
+def _latent_attention(block: nn.Module) -> Block | None:
     """MLA: latent projections whole, what unfolds them by head (arXiv 2405.04434)."""
     q = _linear(block, ("q_b_proj",)) or _linear(block, ("q_proj",))
     kv, out = _linear(block, ("kv_b_proj",)), _linear(block, OUT)
@@ -400,21 +399,19 @@ def guesses(block: nn.Module) -> Iterator[Block]:
 
 def _guessed_attention(block: nn.Module) -> Iterator[Block]:
     """Separate projections, and more that is as long as there are heads or features of heads."""
-    found = _attention(block, {})
-    if found is None or found.heads is None:
-        return
-    head_dim = found.out_layout(1).local // found.heads[0]
-    lengths = {1: None, head_dim: None}
-    for by, count in (("kv", found.heads[1]), ("q", found.heads[0])):
-        lengths |= {count: Units(count, 1, by), count * head_dim: Units(count, head_dim, by)}
-    for name, param in block.named_parameters(recurse=False):
-        if param.ndim == 1 and param.shape[0] in lengths:
-            units = lengths[param.shape[0]]
-            found.cuts |= {name: Cut(0, (units,))} if units else {}
-    for name, child in block.named_children():
-        if name not in found.styles and _is_product(child) and lengths.get(features(child)[0]):
-            found.colwise(block, name, lengths[features(child)[0]])
-    yield found
+    for found in filter(None, (_attention(block), _attention(block, gated=True))):
+        q_heads, kv_heads = found.heads or (1, 1)
+        head_dim = found.out_layout(1).local // q_heads
+        lengths = {}
+        for by, count in (("kv", kv_heads), ("q", q_heads)):
+            lengths |= {count: Units(count, 1, by), count * head_dim: Units(count, head_dim, by)}
+        for name, param in block.named_parameters(recurse=False):
+            if param.ndim == 1 and param.shape[0] in lengths:
+                found.cuts[name] = Cut(0, (lengths[param.shape[0]],))
+        for name, child in block.named_children():
+            if name not in found.styles and _is_product(child) and features(child)[0] in lengths:
+                found.colwise(block, name, lengths[features(child)[0]])
+        yield found
 
 
 def _fused_attention(block: nn.Module) -> Iterator[Block]:
@@ -493,7 +490,7 @@ def _head_dim(block: nn.Module) -> int | None:
     return found if found or not q_heads or not out else features(block.get_submodule(out))[1] // q_heads
 
 
-def _mlp(block: nn.Module, declared: Mapping[str, str], style: Literal["block", "block_sum"] = "block") -> Block | None:
+def _mlp(block: nn.Module, style: Literal["block", "block_sum"] = "block") -> Block | None:
     """Projections up and one down; a fused pair of gate and up is two halves; element-wise scales with them."""
     down, ups = _linear(block, _DOWN), [n for n in (*_UP, *_GATE_UP) if _is_product(getattr(block, n, None))]
     if down is None or not ups or getattr(block, "activation_sparsity", 0):  # a threshold from all features
@@ -541,7 +538,7 @@ def halves(found: Block) -> Iterator[tuple[str, Block]]:
         yield name, Block("pair_in" if style == "colwise" else "pair_out", cuts=cuts)
 
 
-def _mixture(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
+def _mixture(block: nn.Module) -> Block | None:
     """Routed experts, each cut inside, with a router that every rank runs whole, and shared experts."""
     experts = [n for n, m in block.named_children() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
     cuts = _expert_cuts(block.get_submodule(experts[0])) if len(experts) == 1 else None
@@ -552,7 +549,7 @@ def _mixture(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
         if name in _ROUTERS:
             found.styles[name] = "replicate"
         elif name in _SHARED:
-            shared = _mlp(child, declared, "block_sum")
+            shared = _mlp(child, "block_sum")
             if shared is None or _unexplained(child, shared):
                 return None
             found.styles |= {f"{name}.{n}": style for n, style in shared.styles.items()}
@@ -563,7 +560,7 @@ def _mixture(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
     return found
 
 
-def _flat_mixture(block: nn.Module, declared: Mapping[str, str]) -> Block | None:
+def _flat_mixture(block: nn.Module) -> Block | None:
     """DBRX's experts: all their rows [experts * features, hidden] in three matrices, beside a router."""
     experts = getattr(block, "experts", None)
     mlp, width, count = (getattr(experts, n, None) for n in ("mlp", "ffn_hidden_size", "num_experts"))

@@ -35,6 +35,7 @@ class TensorParallel:
 
     mesh: DeviceMesh
     sequence_parallel: bool
+    keep_shards: bool = False  # autograd keeps shards of what is gathered
     seq_len: int = 0  # of the batch in flight: the shards alone do not tell how much of the last one is padding
     group: dist.ProcessGroup = field(init=False)
     size: int = field(init=False)
@@ -44,6 +45,7 @@ class TensorParallel:
         self.group = self.mesh.get_group()
         self.size, self.rank = self.mesh.size(), self.mesh.get_local_rank()
         self.sequence_parallel = self.sequence_parallel and self.size > 1
+        self.keep_shards = self.keep_shards and self.sequence_parallel
 
     def enter(self, x: Tensor) -> Tensor:
         """Into a block: [b, shard, h] gathered to [b, seq_len, h], or [b, seq_len, h] as it is."""
@@ -228,7 +230,22 @@ def map_hidden(args: tuple, kwargs: dict, fn: Callable[[Tensor], Tensor]) -> tup
 
 
 def _enter_block(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
-    module.register_forward_pre_hook(lambda _, args, kwargs: map_hidden(args, kwargs, tp.enter), with_kwargs=True)
+    active: list[comm.KeepShard] = []
+
+    def enter(x: Tensor) -> Tensor:
+        whole = tp.enter(x)
+        if tp.keep_shards and torch.is_grad_enabled() and x.ndim > 2:
+            active.append(comm.KeepShard(x, whole, tp.group))
+            active[-1].__enter__()
+        return whole
+
+    def leave(*_: object) -> None:
+        while active:  # one, or none
+            active.pop().__exit__()
+
+    module.register_forward_pre_hook(lambda _, args, kwargs: map_hidden(args, kwargs, enter), with_kwargs=True)
+    if tp.keep_shards:
+        module.register_forward_hook(leave, always_call=True)
 
 
 def _block_sum(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:

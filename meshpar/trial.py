@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from .flow import NoData
@@ -169,7 +169,7 @@ class _Run:
             for n, style in block.styles.items()
             if style == "colwise"
         }
-        self.entered: dict[str, Tensor] = {}
+        self.entered: dict[str, list[Tensor]] = {}
 
     def _hidden(self) -> Tensor:
         return next(v for v in self.call.given().values() if isinstance(v, Tensor))
@@ -194,7 +194,7 @@ class _Run:
             own = self._own(f"{name}.weight", value, rank, dim=-1)
             twin.get_submodule(name).forward = partial(self._project, name, own)
         for name in self.replayed:
-            twin.get_submodule(name).forward = lambda *_, value=self.call.returned[name], **__: value
+            twin.get_submodule(name).forward = partial(self._replay, name)
         out = twin.get_submodule(self.block.out)
         width = features(out)[0]
         out.forward = lambda x: (caught.append(x), x.new_zeros(*x.shape[:-1], width))[1]
@@ -218,11 +218,19 @@ class _Run:
         return value.new_zeros(shape).index_copy(dim, torch.tensor(here), value.index_select(dim, torch.tensor(there)))
 
     def _project(self, name: str, given: Tensor, x: Tensor) -> Tensor:
-        """What a projection gives; what enters it must not depend on which part runs."""
-        before = self.entered.setdefault(name, x)
-        if before.shape != x.shape or not torch.allclose(before, x, **_CLOSE):
-            raise ValueError(f"{name} sees what is split")
+        self._check_entering(name, (x,))
         return given.reshape(*x.shape[:-1], given.shape[-1])
+
+    def _replay(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._check_entering(name, (args, kwargs))
+        return self.call.returned[name]
+
+    def _check_entering(self, name: str, given: tuple) -> None:
+        """What enters a module whose result is drawn must not depend on which part runs."""
+        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        before = self.entered.setdefault(name, tensors)
+        if not all(a.shape == b.shape and torch.allclose(a, b, **_CLOSE) for a, b in zip(before, tensors, strict=True)):
+            raise ValueError(f"{name} sees what is split")
 
 
 def _has_matrices(module: nn.Module, prefix: str, known: tuple[str, ...]) -> bool:

@@ -153,7 +153,7 @@ def test_a_subclass_of_linear_splits_if_it_only_multiplies(splits):
     model = models.tiny_model(num_hidden_layers=1)
     mlp = model.model.layers[0].mlp
     mlp.up_proj = Own(32, 64, bias=False)
-    assert (recognise(mlp, {}) is not None) is splits
+    assert (recognise(mlp) is not None) is splits
 
 
 def test_a_layer_without_a_pair_has_none():

@@ -1,0 +1,33 @@
+"""What a forward leaves for the backward."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import jobs_memory as jobs
+from tests import models
+from tests.test_parity import assert_parity, mesh_config
+
+LAYERS, HIDDEN, ROWS, SEQ = 4, 32, 2, 64
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_autograd_keeps_shards_of_what_is_gathered(pool, tp):
+    """Attention, MLP and head each gather [rows, seq, hidden] and keep 1/tp of it (arXiv 2205.05198, section 4.2.2)."""
+    batch = models.make_batch(rows=ROWS, seq=SEQ)
+    config = dict(tp=tp, dp_shard=1)
+    gathered = ROWS * SEQ * HIDDEN * 4
+    for kept, whole in pool.run(tp, jobs.kept_bytes, config, batch):
+        assert whole - kept == (2 * LAYERS + 1) * (gathered - gathered // tp)
+
+
+@pytest.mark.parametrize("seq", [15, 16])
+def test_a_graph_can_be_gone_through_twice(pool, seq):
+    batch = models.make_batch(rows=ROWS, seq=seq)
+    for once, twice in pool.run(2, jobs.gradients_of_two_backwards, dict(tp=2, dp_shard=1), batch):
+        assert all((2 * once[n]).equal(twice[n]) for n in once)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_weight_gradients_of_their_own_find_it_again(pool, schedule):
+    assert_parity(pool, mesh_config(2, 1, 2, schedule) | dict(microbatches=4), [models.make_batch(kind="ragged")])
