@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 # Functional collectives never write into their input, so activation checkpointing may keep or replay any of them.
 _c10d = torch.ops._c10d_functional
@@ -171,8 +172,13 @@ class KeepShard(torch.autograd.graph.saved_tensors_hooks):
         self._again: Tensor | None = None
         self._kept = self._wanted = 0
 
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        del self.pack_hook, self.unpack_hook  # methods of this object: a circle that would outlive the backward
+
     def _pack(self, x: Tensor) -> Tensor | tuple:
-        if x.untyped_storage().data_ptr() != self._storage or x._version != self._version:
+        other = isinstance(x, DTensor) or x.untyped_storage().data_ptr() != self._storage
+        if other or x._version != self._version:
             return x.detach()
         self._kept += 1
         self._wanted += 1

@@ -219,7 +219,7 @@ class ParallelModel(nn.Module):
             return CausalLMOutput(logits=self._whole_logits(self._pipeline.logits(batch).detach()))
         [(batch, count)], self._divisor = self._prepare({"input_ids": input_ids, "labels": labels, **inputs})
         self._router_part *= count  # here a batch is one piece
-        own = self._loss(self._pipeline.logits(batch), batch.targets).float()
+        own = self._pipeline.loss(batch).float()
         loss = own + (self._everywhere(own.detach()) - own).detach()
         if loss.requires_grad:
             loss.register_hook(self._when_backward_starts)

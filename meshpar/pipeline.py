@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,9 @@ class StageModule(nn.Module):
 
     def forward(self, x: Tensor, *, targets: Tensor, **inputs) -> Tensor:
         """Hidden states for the next stage, or on the last stage this microbatch's loss, shape [1]."""
-        out = self._runner[0](self.stage.range.index, x, targets.shape[1], **inputs)
-        return torch.stack((self.loss_fn(out, targets),)) if self.stage.range.is_last else out.to(self.dtype)
+        loss = partial(self.loss_fn, targets=targets) if self.stage.range.is_last else None
+        out = self._runner[0](self.stage.range.index, x, targets.shape[1], loss, **inputs)
+        return torch.stack((out,)) if loss else out.to(self.dtype)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This stage's own parameters (zero-bubble schedules differentiate them apart from the inputs)."""
@@ -86,6 +88,12 @@ class Pipeline:
         total = self._forward_only([piece for batch, count in batches for piece in batch.chunk(count)])
         reshard(self.runner)
         return total
+
+    def loss(self, batch: Batch) -> Tensor:
+        """pp=1: the loss of one batch, differentiable."""
+        reshard(self.runner)
+        loss = partial(self.loss_fn, targets=batch.targets)
+        return self.runner(0, batch.input_ids, batch.seq_len, loss, **batch.model_inputs())
 
     def logits(self, batch: Batch) -> Tensor:
         """pp=1: the logits [b, s, local vocabulary] of one batch, differentiable."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -34,8 +34,8 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy, dissect
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow, follow, refuse_layerdrop
-from .rules import Block, counts_features, guesses, halves, pair, recognise
-from .trial import Trials
+from .rules import Block, guesses, halves, pair, recognise
+from .trial import kind, try_out
 
 Style = str | ParallelStyle
 STYLES = (
@@ -211,21 +211,33 @@ def _named_children(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Modul
 
 
 def _blocks(model: PreTrainedModel, anatomy: Anatomy, size: int) -> dict[str, Block]:
-    """What tp can split: children of decoder layers, and pairs of projections in a layer's own code."""
-    trials, blocks = Trials(model, size), {}
-    for name, module in layer_children(model, anatomy):
-        found = recognise(module)
-        if found is None:
-            found = trials.first_to_pass(name, guesses(module))
-        elif counts_features(module, found) and trials.can_run(name):
-            found = trials.first_to_pass(name, (found, replace(found, narrow=True)))
-        if found is not None:
-            blocks[name] = found
-    for layer in map(anatomy.layer, range(anatomy.num_layers)):
-        found = pair(model.get_submodule(layer))
-        if found is not None and trials.first_to_pass(layer, [found]):
-            blocks |= {f"{layer}.{name}": half for name, half in halves(found)}
-    return blocks
+    """What tp can split: children of decoder layers, and pairs of projections in a layer's own code.
+
+    What a rule recognises or guesses is tried out, but for mixtures of experts, which are too large to draw.
+    """
+    layers = [anatomy.layer(i) for i in range(anatomy.num_layers)]
+    alike: dict[Hashable, list[str]] = {}
+    for name in (*(n for n, _ in layer_children(model, anatomy)), *layers):
+        alike.setdefault(kind(model.get_submodule(name)), []).append(name)
+    blocks: dict[str, Block] = {}
+    trusted: dict[str, Block] = {}
+    candidates: dict[str, list[Block]] = {}
+    for first, *_ in alike.values():
+        module = model.get_submodule(first)
+        found = None if first in layers else recognise(module)
+        if found is not None and found.style == "block_sum":
+            blocks[first] = found
+        elif found is not None:
+            trusted[first], candidates[first] = found, [found, replace(found, narrow=True)]
+        elif first not in layers:
+            candidates[first] = list(guesses(module))
+        elif (of_layer := pair(module)) is not None:
+            candidates[first] = [of_layer]
+    blocks |= try_out(model, size, candidates, trusted)
+    found_by_name = {name: blocks[names[0]] for names in alike.values() if names[0] in blocks for name in names}
+    for layer in (n for n in layers if n in found_by_name):
+        found_by_name |= {f"{layer}.{name}": half for name, half in halves(found_by_name.pop(layer))}
+    return found_by_name
 
 
 def declared_styles(model: PreTrainedModel) -> dict[str, str]:

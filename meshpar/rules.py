@@ -434,15 +434,6 @@ def _fused_attention(block: nn.Module) -> Iterator[Block]:
         yield found
 
 
-def counts_features(block: nn.Module, found: Block) -> bool:
-    """Whether an attribute is as large as all heads' features: only a trial tells if the code counts them by it.
-
-    There can be none where heads are normed together, across ranks.
-    """
-    width = found.out_layout(1).local if found.heads and "colwise_norm" not in found.styles.values() else 0
-    return any(type(value) is int and value == width for name, value in vars(block).items() if name != "head_dim")
-
-
 def _delta_net(block: nn.Module) -> Iterator[Block]:
     """A gated delta rule by heads (arXiv 2412.06464): value heads share the key heads, as queries do in attention."""
     names = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")

@@ -9,7 +9,7 @@ has parameters before the first layer gives blanks on later stages; the forward 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 from .config import ParallelConfig, check_layers
 from .flow import Flow, NoData
+from .loss import lazy_head
 from .styles import TensorParallel, map_hidden
 
 
@@ -323,30 +324,34 @@ class Runner(nn.Module):
         ranges = sorted((s.range.start, s.range.stop) for s in self.stages)
         return [self.model.get_submodule(self.anatomy.layer(i)) for a, b in ranges for i in range(a, b)]
 
-    def forward(self, index: int, x: Tensor, seq_len: int, **inputs) -> Tensor:
+    def forward(
+        self, index: int, x: Tensor, seq_len: int, loss: Callable[[Tensor], Tensor] | None = None, **inputs
+    ) -> Tensor:
         """Run stage ``index`` on ``inputs`` (input_ids [b, s], masks, positions), and ``x`` from the stage before it.
 
         Returns hidden states for the next stage ([b, s, h], or this rank's sequence shard of them), or on the last
-        stage the logits [b, s, local vocabulary].
+        stage the logits [b, s, local vocabulary], or what ``loss`` makes of them.
         """
         stage = next(s for s in self.stages if s.range.index == index)
         self.tp.seq_len = seq_len
         with stage.active():
             if stage.injection is not None:
                 stage.receive(x)
-            output = self._run(inputs)
+            output = self._run(inputs, loss)
             if (output is None) == stage.range.is_last or (stage.injection and stage.injection.received is not None):
                 raise RuntimeError(f"the forward of {type(self.model).__name__} left out a decoder layer")
             return output if output is not None else _differentiable(stage.captured)
 
-    def _run(self, inputs: dict[str, Tensor]) -> Tensor | None:
-        """The model's logits, or None where the stage ends before them."""
+    def _run(self, inputs: dict[str, Tensor], loss: Callable[[Tensor], Tensor] | None) -> Tensor | None:
+        """The model's logits, or what ``loss`` makes of them; None where the stage ends before them."""
+        head = lazy_head(self.model.get_submodule(self.anatomy.head)) if loss else nullcontext()
         try:
-            output = self.model(**inputs, use_cache=False)
+            with head:
+                output = self.model(**inputs, use_cache=False)
         except StageEnd:
             return None
         self.router_loss = getattr(output, "aux_loss", None)
-        return output.logits
+        return loss(output.logits) if loss else output.logits
 
 
 def _differentiable(hidden: Tensor) -> Tensor:

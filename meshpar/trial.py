@@ -10,7 +10,7 @@ not used.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from .rules import Block, features
 
 _SHAPES = ((3, 10), (5, 14))  # batch and sequence of the recorded forwards: where they differ, it is not by heads
 _CLOSE = dict(rtol=1e-4, atol=1e-5)
+_MOST_DRAWN = 2**24  # elements of parameters
 
 
 @dataclass
@@ -45,64 +46,85 @@ class _AllSeen(Exception):
     """Ends a recorded forward early."""
 
 
-class Trials:
-    """Tries blocks of ``model`` (parameters on any device, never read) out for a tp group of ``size`` ranks."""
+class _CannotTry(Exception):
+    """A trial would take more than it is worth."""
 
-    def __init__(self, model: PreTrainedModel, size: int) -> None:
-        self.model, self.size = model, size
-        self._calls: dict[str, list[Call]] = {}
-        self._passed: dict[tuple, Block | None] = {}
 
-    def first_to_pass(self, name: str, candidates: Iterable[Block]) -> Block | None:
-        """The first of ``candidates`` that module ``name`` works as; modules that look the same are tried out once."""
-        module = self.model.get_submodule(name)
-        key = (type(module), tuple((n, p.shape) for n, p in module.named_parameters()))
-        if key not in self._passed:
-            self._passed[key] = next((c for c in candidates if self._passes(name, module, c)), None)
-        return self._passed[key]
+def kind(module: nn.Module) -> Hashable:
+    """Equal for modules that need one trial: of one class, with parameters of one shape and the same flags."""
+    flags = ((n, v) for n, v in vars(module).items() if isinstance(v, bool | str | None))
+    return type(module), tuple((n, p.shape) for n, p in module.named_parameters()), tuple(sorted(flags, key=str))
 
-    def _passes(self, name: str, module: nn.Module, candidate: Block) -> bool:
-        if not self.can_run(name):
-            return False
-        calls = self._calls[name]
-        candidate.by_head = _by_head(calls, candidate)
+
+def try_out(
+    model: PreTrainedModel, size: int, candidates: Mapping[str, Sequence[Block]], trusted: Mapping[str, Block]
+) -> dict[str, Block]:
+    """Module name -> the first of its ``candidates`` that works on a tp group of ``size`` ranks.
+
+    ``model``: parameters on any device; they are not read. A module that no trial can be made of is what is
+    ``trusted`` of it; one that none of its candidates passes for is left out.
+    """
+    calls, chosen = _record(model, [n for n, options in candidates.items() if options]), {}
+    for name, options in candidates.items():
+        try:
+            found = next((c for c in options if _passes(model.get_submodule(name), calls[name], c, size)), None)
+        except (_CannotTry, KeyError):
+            found = trusted.get(name)
+        if found is not None:
+            chosen[name] = found
+    return chosen
+
+
+def _passes(module: nn.Module, calls: tuple[Call, Call], candidate: Block, size: int) -> bool:
+    for by_head in _by_head(calls, candidate):
+        candidate.by_head = by_head
         try:
             with torch.random.fork_rng(devices=()):
-                return _same(module, calls[0], candidate, self.size)
+                if _same(module, calls[0], candidate, size):
+                    return True
+        except _CannotTry:
+            raise
         except Exception:  # whatever the model's code raises on parts that it was not written for
-            return False
-
-    def can_run(self, name: str) -> bool:
-        """Whether the forward up to ``name`` runs without data; a call of it for each of `_SHAPES` is kept."""
-        if name not in self._calls:
-            try:
-                self._calls[name] = [_record(self.model, name, shape) for shape in _SHAPES]
-            except Exception:  # code that needs values
-                self._calls[name] = []
-        return bool(self._calls[name])
+            continue
+    return False
 
 
-def _record(model: PreTrainedModel, name: str, shape: tuple[int, int]) -> Call:
-    twin = _on_meta(model)
-    module, found, returned = twin.get_submodule(name), [], {}
+def _record(model: PreTrainedModel, names: list[str]) -> dict[str, tuple[Call, Call]]:
+    """The first call of each of ``names`` in a forward of each of `_SHAPES`, as far as it runs without data."""
+    first, second = (_record_once(model, names, shape) for shape in _SHAPES)
+    return {name: (first[name], second[name]) for name in names if name in first and name in second}
 
-    def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        found.append((args, kwargs))
 
-    def leave(*_: object) -> None:
-        raise _AllSeen
+def _record_once(model: PreTrainedModel, names: list[str], shape: tuple[int, int]) -> dict[str, Call]:
+    if not names:
+        return {}
+    twin, begun, found = _on_meta(model), {}, {}
 
-    for child_name, child in module.named_children():
-        child.register_forward_hook(lambda _, args, out, key=child_name: returned.update({key: out}))
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    def enter(name: str, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        begun.setdefault(name, Call(args, kwargs, {}))
+
+    def leave_child(name: str, child: str, _: nn.Module, args: tuple, out: Any) -> None:
+        if name in begun and name not in found:
+            begun[name].returned[child] = out
+
+    def leave(name: str, *_: object) -> None:
+        found.setdefault(name, begun[name])
+        if len(found) == len(names):
+            raise _AllSeen
+
+    for name in names:
+        module = twin.get_submodule(name)
+        for child_name, child in module.named_children():
+            child.register_forward_hook(partial(leave_child, name, child_name))
+        module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+        module.register_forward_hook(partial(leave, name))
     ids = torch.zeros(shape, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), NoData():
             twin(input_ids=ids, use_cache=False)
-    except _AllSeen:
+    except Exception:  # all are seen, or the code needs values
         pass
-    return Call(*found[0], returned)
+    return found
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
@@ -110,13 +132,15 @@ def _on_meta(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo=dict(memo)).eval()
 
 
-def _by_head(calls: list[Call], block: Block) -> dict[int | str, int]:
-    """Arguments that hold something of each query head (ALiBi's biases): argument -> the dimension.
+def _by_head(calls: tuple[Call, Call], block: Block) -> Iterator[dict[int | str, int]]:
+    """Arguments that may hold something of each query head (ALiBi's biases): argument -> the dimension.
 
-    A dimension that also runs over the batch counts: the batch comes first in it.
+    None of them first, then all that are as long as there are heads, then each alone: other sizes may be equal to that
+    by chance. A dimension that also runs over the batch counts: the batch comes first in it.
     """
-    if block.heads is None:
-        return {}
+    yield {}
+    if block.heads is None or block.heads[0] == 1:
+        return
     heads, found = block.heads[0], {}
     first, second = (call.given() for call in calls)
     for key, value in first.items():
@@ -125,9 +149,12 @@ def _by_head(calls: list[Call], block: Block) -> dict[int | str, int]:
             continue
         sizes = list(zip(value.shape, other.shape, strict=True))
         by_head = [d for d, s in enumerate(sizes) if s in ((heads, heads), tuple(b * heads for b, _ in _SHAPES))]
-        if len(by_head) == 1 and heads > 1:
+        if len(by_head) == 1:
             found[key] = by_head[0]
-    return found
+    if found:
+        yield found
+    if len(found) > 1:
+        yield from ({key: dim} for key, dim in found.items())
 
 
 def _same(module: nn.Module, call: Call, block: Block, size: int) -> bool:
@@ -158,11 +185,10 @@ class _Run:
         of_children = ((n, m) for n, m in module.named_children() if n in call.returned)
         self.replayed = [n for n, m in of_children if _has_matrices(m, f"{n}.", skipped)]
         skipped += tuple(f"{n}." for n in self.replayed)
-        self.drawn = {
-            n: torch.randn(p.shape, generator=generator)
-            for n, p in module.named_parameters()
-            if not n.startswith(skipped)
-        }
+        drawn = {n: p.shape for n, p in module.named_parameters() if not n.startswith(skipped)}
+        if sum(shape.numel() for shape in drawn.values()) > _MOST_DRAWN:
+            raise _CannotTry
+        self.drawn = {n: torch.randn(shape, generator=generator) for n, shape in drawn.items()}
         rows = self._hidden().shape[:2]
         self.projected = {
             n: torch.randn(*rows, features(module.get_submodule(n))[0], generator=generator)
@@ -170,6 +196,7 @@ class _Run:
             if style == "colwise"
         }
         self.entered: dict[str, list[Tensor]] = {}
+        self.normed: dict[str, tuple[Tensor, Tensor]] = {}
 
     def _hidden(self) -> Tensor:
         return next(v for v in self.call.given().values() if isinstance(v, Tensor))
@@ -193,6 +220,10 @@ class _Run:
         for name, value in self.projected.items():
             own = self._own(f"{name}.weight", value, rank, dim=-1)
             twin.get_submodule(name).forward = partial(self._project, name, own)
+        for name, style in self.block.styles.items():
+            if style == "colwise_norm":
+                norm = twin.get_submodule(name)
+                norm.forward = partial(self._norm, name, norm.forward, rank)
         for name in self.replayed:
             twin.get_submodule(name).forward = partial(self._replay, name)
         out = twin.get_submodule(self.block.out)
@@ -220,6 +251,16 @@ class _Run:
     def _project(self, name: str, given: Tensor, x: Tensor) -> Tensor:
         self._check_entering(name, (x,))
         return given.reshape(*x.shape[:-1], given.shape[-1])
+
+    def _norm(self, name: str, forward: Callable, rank: int | None, x: Tensor) -> Tensor:
+        """A norm over all heads, whose ranks add their statistics up: each gets its part of what the whole gives."""
+        if rank is None:
+            self.normed[name] = (x, forward(x))
+            return self.normed[name][1]
+        before, after = (self._own(f"{name}.weight", value, rank, dim=-1) for value in self.normed[name])
+        if before.shape != x.shape or not torch.allclose(before, x, **_CLOSE):
+            raise ValueError(f"{name} does not see this rank's heads")
+        return after
 
     def _replay(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._check_entering(name, (args, kwargs))
@@ -255,11 +296,17 @@ def _drawn(generator: torch.Generator, same: dict[int, Tensor], value: Any) -> A
     if not isinstance(value, Tensor):
         return value
     if id(value) not in same:
-        if value.is_floating_point():
-            same[id(value)] = torch.randn(value.shape, generator=generator).requires_grad_()
-        elif value.dtype == torch.bool:
-            mask = torch.ones(value.shape, dtype=torch.bool)
-            same[id(value)] = mask.tril() if value.ndim > 1 else mask
-        else:
-            same[id(value)] = torch.arange(value.numel(), dtype=value.dtype).reshape(value.shape)
+        same[id(value)] = _random(generator, value)
     return same[id(value)]
+
+
+def _random(generator: torch.Generator, like: Tensor) -> Tensor:
+    if like.is_complex():
+        return torch.polar(torch.ones(like.shape), torch.randn(like.shape, generator=generator))
+    if like.is_floating_point():
+        return torch.randn(like.shape, generator=generator).requires_grad_()
+    if like.dtype == torch.bool:
+        mask = torch.ones(like.shape, dtype=torch.bool)
+        return mask.tril() if like.ndim > 1 else mask
+    places = torch.arange(like.numel(), dtype=like.dtype).reshape(like.shape)
+    return places % like.shape[-1] if like.ndim else places.reshape(())

@@ -13,7 +13,7 @@ from meshpar.layout import heads
 from meshpar.load import meta_copy
 from meshpar.plan import make_plan
 from meshpar.rules import Groups, guesses, pair, recognise
-from meshpar.trial import Trials
+from meshpar.trial import try_out
 from tests import jobs_families, models, sweep
 from tests.tiny_families import tiny_model
 
@@ -53,7 +53,7 @@ FUSED = {
 def test_a_fused_projection_is_divided_as_the_code_reads_it(model_type):
     name, grouped = FUSED[model_type]
     model = meta_copy(tiny_model(model_type))
-    found = Trials(model, 2).first_to_pass(name, guesses(model.get_submodule(name)))
+    found = try_out(model, 2, {name: list(guesses(model.get_submodule(name)))}, {})[name]
     projections = [c for n, c in found.cuts.items() if found.styles.get(n.removesuffix(".weight")) == "colwise"]
     assert [isinstance(cut, Groups) for cut in projections] == [grouped]
 
@@ -101,6 +101,39 @@ def test_code_of_ones_own_is_read_the_same_way(order, grouped):
     plan = make_plan(model_with(Attention(order)), ParallelConfig(dp_shard=1, tp=2))
     assert plan["model.layers.0.self_attn"] == "block"
     assert isinstance(plan.blocks["model.layers.0.self_attn"].cuts["qkv_proj.weight"], Groups) is grouped
+
+
+class Renamed(nn.Module):
+    """Llama's names with something between them that mixes heads or features."""
+
+    def __init__(self, inner: nn.Module, up: str, down: str, mix) -> None:
+        super().__init__()
+        self.__dict__.update({k: v for k, v in vars(inner).items() if k != "_modules"})
+        self._modules = dict(inner._modules)
+        self.up, self.down, self.mix = up, down, mix
+
+    def forward(self, hidden_states, **_):
+        return self.get_submodule(self.down)(self.mix(self.get_submodule(self.up)(hidden_states)))
+
+
+MIXING = {
+    "softmax": lambda x: x.softmax(-1),
+    "normalized": lambda x: nn.functional.normalize(x, dim=-1),
+    "centred": lambda x: x - x.mean(-1, keepdim=True),
+    "reversed": lambda x: x.flip(-1),
+}
+
+
+@pytest.mark.parametrize("mix", MIXING)
+def test_names_alone_are_not_believed(mix):
+    model = models.tiny_model(num_hidden_layers=1)
+    mlp = Renamed(model.model.layers[0].mlp, "up_proj", "down_proj", MIXING[mix])
+    del mlp._modules["gate_proj"], mlp._modules["act_fn"]
+    assert recognise(mlp) is not None
+    model.model.layers[0].mlp = mlp
+    assert make_plan(meta_copy(model), ParallelConfig(dp_shard=1, tp=2))["model.layers.0.mlp"] == "whole"
+    mlp.mix = nn.functional.silu
+    assert make_plan(meta_copy(model), ParallelConfig(dp_shard=1, tp=2))["model.layers.0.mlp"] == "block"
 
 
 def test_what_no_guess_fits_runs_whole():
