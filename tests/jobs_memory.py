@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +40,7 @@ def kept_bytes(config: dict, batch: dict) -> tuple[int, int]:
         model._runner.tp.keep_shards = keep_shards
         with Alive() as alive:
             loss = model(**batch).loss
+        gc.collect()
         found.append(alive.nbytes())
         loss.backward()
     return found[0], found[1]
