@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from .flops import matrix_costs
 from .plan import Plan, declared_style, declared_styles, layer_children
 from .rules import OUT, OnFirst
 
@@ -46,15 +47,15 @@ def divided_share(model: PreTrainedModel, plan: Plan, seq_len: int = 4096) -> Sh
 
 def _work(model: PreTrainedModel, plan: Plan, seq_len: int) -> Iterator[tuple[float, bool, bool]]:
     """(multiply-adds a token, divided by meshpar, divided by transformers) of each matrix and attention."""
-    declared, visited = declared_styles(model), _visited_experts(model)
-    for name, param in model.named_parameters():
-        if param.ndim < 2 or plan.anatomy.layer_index(name) is None:
+    declared = declared_styles(model)
+    costs = matrix_costs({n: p.shape for n, p in model.named_parameters()}, model.config)
+    for name, cost in costs.items():
+        if plan.anatomy.layer_index(name) is None:
             continue
         block = plan.block_of(name)
         cut = plan.blocks[block].cuts.get(name.removeprefix(f"{block}.")) if block else None
         style = declared_style(declared, name) or declared_style(declared, name.rpartition(".")[0])
-        flops = param.numel() * (visited if param.ndim == 3 and "experts" in name else 1.0)
-        yield flops, cut is not None and not isinstance(cut, OnFirst), style in _DIVIDED
+        yield cost, cut is not None and not isinstance(cut, OnFirst), style in _DIVIDED
     for name, module in layer_children(model, plan.anatomy):
         out = next((n for n in OUT if isinstance(getattr(module, n, None), nn.Linear)), None)
         if out is not None and _has_heads(module):
@@ -65,13 +66,3 @@ def _work(model: PreTrainedModel, plan: Plan, seq_len: int) -> Iterator[tuple[fl
 
 def _has_heads(module: nn.Module) -> bool:
     return any(hasattr(module, name) for name in ("head_dim", "head_size", "num_heads", "num_attention_heads"))
-
-
-def _visited_experts(model: PreTrainedModel) -> float:
-    """The part of the experts that a token visits."""
-    config = model.config.get_text_config()
-    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    experts = next((n for n in (getattr(config, c, None) for c in counts) if isinstance(n, int) and n), None)
-    visits = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token")
-    chosen = next((n for n in (getattr(config, v, None) for v in visits) if isinstance(n, int) and n), None)
-    return chosen / experts if experts and chosen else 1.0

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
 from .config import ParallelConfig, check_layers
+from .flops import matrix_costs
 from .flow import Flow, NoData
 from .loss import lazy_head
 from .styles import TensorParallel, map_hidden
@@ -27,12 +28,13 @@ from .styles import TensorParallel, map_hidden
 
 def layer_costs(model: PreTrainedModel, anatomy: Anatomy) -> tuple[list[float], float]:
     """Forward multiply-adds a token of each decoder layer, and of the head: weights alone, as scores are alike."""
-    layers = [
-        float(sum(p.numel() for p in model.get_submodule(anatomy.layer(i)).parameters() if p.ndim > 1))
-        for i in range(anatomy.num_layers)
-    ]
-    head = sum(p.numel() for p in model.get_submodule(anatomy.head).parameters() if p.ndim > 1)
-    return layers, float(head)
+    costs = matrix_costs({n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}, model.config)
+    layers = [0.0] * anatomy.num_layers
+    for name, cost in costs.items():
+        index = anatomy.layer_index(name)
+        if index is not None:
+            layers[index] += cost
+    return layers, sum(cost for name, cost in costs.items() if name.startswith(f"{anatomy.head}."))
 
 
 def balance(costs: list[float], last: float, stages: int, uncut: Collection[int] = ()) -> list[int] | None:

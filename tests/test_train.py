@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from meshpar.cli import main
 from meshpar.config import ConfigError
+from meshpar.flops import flops_per_token
 from meshpar.recipe import Optim, load_recipe, parse_recipe
 from meshpar.train.data import GlobalBatches, eval_batches, load_rows, pad_token_id
-from meshpar.train.metrics import flops_per_token
 from meshpar.train.optim import lr_factor, make_optimizer, make_schedule
 from meshpar.train.trackers import check_trackers
 from tests import jobs_train as jobs

@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import PreTrainedConfig
 
+from ..flops import flops_per_token
 from ..model import ParallelModel
 from ..recipe import Recipe
 from .trackers import start_trackers
@@ -36,20 +35,6 @@ PEAK_FLOPS = {
     "A800": 312e12,
     "L40S": 362e12,
 }
-
-
-def flops_per_token(shapes: Mapping[str, Sequence[int]], config: PreTrainedConfig, seq_len: int) -> int:
-    """FLOPs of forward and backward a token of a dense model, recomputation not counted.
-
-    6 for each weight that multiplies (matrices, without the embedding's look-up), and 6 * layers * heads * head_dim *
-    ``seq_len`` for causal attention; a non-causal count, as some report it, has 12 there.
-    """
-    text = config.get_text_config()
-    weights = sum(math.prod(shape) for shape in shapes.values() if len(shape) >= 2)
-    if not text.tie_word_embeddings:
-        weights -= text.vocab_size * text.hidden_size
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 6 * weights + 6 * text.num_hidden_layers * text.num_attention_heads * head_dim * seq_len
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
