@@ -225,8 +225,8 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int])
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a directory or a hub id")
-    for option in ("pp", "dp-replicate", "dp-shard", "tp", "virtual-stages"):
-        parser.add_argument(f"--{option}", type=int, default=1, metavar="N")
+    for option, default in (("pp", 1), ("dp-replicate", 1), ("dp-shard", 1), ("tp", 2), ("virtual-stages", 1)):
+        parser.add_argument(f"--{option}", type=int, default=default, metavar="N", help=f"default {default}")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--schedule", default="1F1B", metavar="NAME")
     parser.add_argument("--stage-layers", type=int, nargs="+", metavar="N", help="decoder layers of each stage")

@@ -55,6 +55,7 @@ STYLES = (
     "vocab_head",
 )
 _SPLIT = ("colwise", "rowwise", "experts")
+_EXPERT_PARALLEL = ("grouped_gemm", "ep_router", "ep_dispatch_experts")  # transformers' words
 
 
 class Plan(dict[str, Style]):
@@ -291,6 +292,11 @@ def _lay_over(entries: dict[str, Style], model: PreTrainedModel, overrides: str 
     leaves = [n for n in entries if next(model.get_submodule(n).parameters(recurse=False), None) is not None]
     roles = dict(entries)
     for pattern, style in overrides.items():
+        if style in _EXPERT_PARALLEL:
+            raise ValueError(
+                f"plan[{pattern!r}] is {style!r}, which spreads experts over ranks (expert parallelism); meshpar "
+                "splits each of them inside over tp instead"
+            )
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(
                 f"plan[{pattern!r}] is {style!r}; the styles are {', '.join(STYLES)}, or a torch ParallelStyle"
@@ -363,16 +369,22 @@ def show(model: str, config: ParallelConfig | None = None) -> str:
     from .config import check_model
     from .load import skeleton_from_config
     from .share import divided_share
+    from .split import stage_ranges, stage_ranks
 
     config = config or ParallelConfig(tp=2)
     hf_config = AutoConfig.from_pretrained(model)
     check_model(config, hf_config)
     skeleton = skeleton_from_config(hf_config)
     plan = make_plan(skeleton, config)
-    if config.tp == 1:
-        return str(plan)
-    share = divided_share(skeleton, plan)
-    return (
-        f"{plan}\ntp divides {share.meshpar:.2f} of the decoder layers' multiply-adds "
-        f"(transformers' own plan: {share.transformers:.2f})"
-    )
+    lines = [str(plan)]
+    if config.tp > 1:
+        share = divided_share(skeleton, plan)
+        lines.append(
+            f"tp divides {share.meshpar:.2f} of the decoder layers' multiply-adds "
+            f"(transformers' own plan: {share.transformers:.2f})"
+        )
+    if config.pp > 1:
+        ranges = stage_ranges(skeleton, plan.anatomy, config, plan.flow)
+        stages = zip(stage_ranks(config), ranges, strict=True)
+        lines += [f"stage {r.index} on pp rank {rank}: layers {r.start}-{r.stop - 1}" for rank, r in stages]
+    return "\n".join(lines)

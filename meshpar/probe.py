@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -31,29 +32,54 @@ def check_shapes(model: PreTrainedModel, unmodified: PreTrainedModel, plan: Plan
     twin = meta_copy(model)  # a forward may leave tensors on the module, as CTRL's does, and here they have no data
     with _sequence_shards(twin, plan, tp):
         failure = _failure(twin, tp.seq_len)
+    if failure is None:
+        return
     # What stops the unmodified model too is not of the plan's making: code that cannot run without values.
-    if failure is not None and str(failure) != str(_failure(unmodified, tp.seq_len)):
-        raise ValueError(_message(model, tp, failure)) from failure
+    of_unmodified = _failure(unmodified, tp.seq_len)
+    if of_unmodified is None or str(failure.error) != str(of_unmodified.error):
+        raise ValueError(_message(model, tp, failure)) from failure.error
 
 
-def _failure(model: PreTrainedModel, seq_len: int) -> Exception | None:
+@dataclass(frozen=True)
+class _Failure:
+    error: Exception
+    module: str  # the innermost that was running
+
+
+def _failure(model: PreTrainedModel, seq_len: int) -> _Failure | None:
     ids = torch.zeros((1, seq_len), dtype=torch.int64, device="meta")
-    try:
-        with torch.no_grad(), NoData():
-            model.eval()(input_ids=ids, use_cache=False)
-    except Exception as error:  # whatever the model's code raises on parts that it was not written for
-        return error
+    running: list[str] = []
+    with _names_of_running(model, running):
+        try:
+            with torch.no_grad(), NoData():
+                model.eval()(input_ids=ids, use_cache=False)
+        except Exception as error:  # whatever the model's code raises on parts that it was not written for
+            return _Failure(error, running[-1] if running else "")
     return None
 
 
-def _message(model: PreTrainedModel, tp: TensorParallel, error: Exception) -> str:
-    why = f"{type(error).__name__}: {error}".splitlines()[0]
+@contextmanager
+def _names_of_running(model: nn.Module, running: list[str]) -> Iterator[None]:
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name), prepend=True))
+        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _message(model: PreTrainedModel, tp: TensorParallel, failure: _Failure) -> str:
+    label, where = type(model).__name__, f"in {failure.module}: " if failure.module else ""
+    why = where + f"{type(failure.error).__name__}: {failure.error}".splitlines()[0]
     if tp.sequence_parallel:
         return (
-            f"{type(model).__name__}'s code between its tensor-parallel blocks does not run on a shard of the sequence "
-            f"({why}); set sequence_parallel to false"
+            f"{label}'s code between its tensor-parallel blocks does not run on a shard of the sequence ({why}); set "
+            "sequence_parallel to false"
         )
-    return f"{type(model).__name__}'s code does not run on the parts that tp={tp.size} leaves ({why}); tp must be 1"
+    return f"{label}'s code does not run on the parts that tp={tp.size} leaves ({why}); tp must be 1"
 
 
 @contextmanager

@@ -47,6 +47,8 @@ _ELSEWHERE = {
     "eval_steps": "train.eval_every",
 }
 
+_EXPERT_PARALLEL = {"ep", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size"}
+
 # pydantic's name for a problem -> the end of the sentence "key=value must be ...".
 _MUST_BE = {
     "int_type": "a whole number",
@@ -117,6 +119,8 @@ def _needed_keys(path: str, schema: type[BaseModel]) -> str:
 def _suggestion(path: str, keys: dict[str, list[str]]) -> str:
     section, _, name = path.rpartition(".")
     name = name.lower().replace("-", "_")
+    if name in _EXPERT_PARALLEL:
+        return "experts are not spread over ranks (expert parallelism); parallel.tp splits each of them inside."
     known = [(key, f"{part}.{key}".lstrip(".")) for part in keys for key in keys[part] if part or not section]
     scores: dict[str, float] = {}
     for key, full in [*known, *_ELSEWHERE.items()]:

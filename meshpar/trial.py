@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -64,10 +64,10 @@ def try_out(
     ``model``: parameters on any device; they are not read. A module that no trial can be made of is what is
     ``trusted`` of it; one that none of its candidates passes for is left out.
     """
-    calls, chosen = _record(model, [n for n, options in candidates.items() if options]), {}
+    calls, chosen = _Calls(model, [n for n, options in candidates.items() if options]), {}
     for name, options in candidates.items():
         try:
-            found = next((c for c in options if _passes(model.get_submodule(name), calls[name], c, size)), None)
+            found = next((c for c in options if _passes(model.get_submodule(name), name, calls, c, size)), None)
         except (_CannotTry, KeyError):
             found = trusted.get(name)
         if found is not None:
@@ -75,12 +75,12 @@ def try_out(
     return chosen
 
 
-def _passes(module: nn.Module, calls: tuple[Call, Call], candidate: Block, size: int) -> bool:
-    for by_head in _by_head(calls, candidate):
+def _passes(module: nn.Module, name: str, calls: _Calls, candidate: Block, size: int) -> bool:
+    for by_head in _by_head(name, calls, candidate):
         candidate.by_head = by_head
         try:
             with torch.random.fork_rng(devices=()):
-                if _same(module, calls[0], candidate, size):
+                if _same(module, calls.first[name], candidate, size):
                     return True
         except _CannotTry:
             raise
@@ -89,10 +89,17 @@ def _passes(module: nn.Module, calls: tuple[Call, Call], candidate: Block, size:
     return False
 
 
-def _record(model: PreTrainedModel, names: list[str]) -> dict[str, tuple[Call, Call]]:
-    """The first call of each of ``names`` in a forward of each of `_SHAPES`, as far as it runs without data."""
-    first, second = (_record_once(model, names, shape) for shape in _SHAPES)
-    return {name: (first[name], second[name]) for name in names if name in first and name in second}
+class _Calls:
+    """The first call of each of ``names`` in forwards of `_SHAPES`, as far as they run without data."""
+
+    def __init__(self, model: PreTrainedModel, names: list[str]) -> None:
+        self.model, self.names = model, names
+        self.first = _record_once(model, names, _SHAPES[0])
+
+    @cached_property
+    def second(self) -> dict[str, Call]:
+        """Of the second shape: only where the first one leaves a question."""
+        return _record_once(self.model, self.names, _SHAPES[1])
 
 
 def _record_once(model: PreTrainedModel, names: list[str], shape: tuple[int, int]) -> dict[str, Call]:
@@ -132,7 +139,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo=dict(memo)).eval()
 
 
-def _by_head(calls: tuple[Call, Call], block: Block) -> Iterator[dict[int | str, int]]:
+def _by_head(name: str, calls: _Calls, block: Block) -> Iterator[dict[int | str, int]]:
     """Arguments that may hold something of each query head (ALiBi's biases): argument -> the dimension.
 
     None of them first, then all that are as long as there are heads, then each alone: other sizes may be equal to that
@@ -141,20 +148,25 @@ def _by_head(calls: tuple[Call, Call], block: Block) -> Iterator[dict[int | str,
     yield {}
     if block.heads is None or block.heads[0] == 1:
         return
-    heads, found = block.heads[0], {}
-    first, second = (call.given() for call in calls)
-    for key, value in first.items():
-        other = second.get(key)
-        if not isinstance(value, Tensor) or not isinstance(other, Tensor) or value.ndim != other.ndim:
-            continue
-        sizes = list(zip(value.shape, other.shape, strict=True))
-        by_head = [d for d, s in enumerate(sizes) if s in ((heads, heads), tuple(b * heads for b, _ in _SHAPES))]
-        if len(by_head) == 1:
-            found[key] = by_head[0]
+    dims = [_dims_by_head(calls.first[name], block.heads[0], 0)]
+    if dims[0]:
+        dims.append(_dims_by_head(calls.second[name], block.heads[0], 1))
+    found = {key: dim for key, dim in dims[0].items() if dims[-1].get(key) == dim}
     if found:
         yield found
     if len(found) > 1:
         yield from ({key: dim} for key, dim in found.items())
+
+
+def _dims_by_head(call: Call, heads: int, shape: int) -> dict[int | str, int]:
+    """The one dimension of each argument that is as long as there are heads, alone or in each row of the batch."""
+    found = {}
+    for key, value in call.given().items():
+        lengths = (heads, heads * _SHAPES[shape][0])
+        by_head = [d for d, n in enumerate(value.shape) if n in lengths] if isinstance(value, Tensor) else []
+        if len(by_head) == 1:
+            found[key] = by_head[0]
+    return found
 
 
 def _same(module: nn.Module, call: Call, block: Block, size: int) -> bool:

@@ -1,4 +1,4 @@
-"""The sweep over every causal model type: `python -m tests.sweep [TYPE ...]`, or `make families` for all of them.
+"""The sweep over every causal model type: `python -m tests.sweep [--check] [TYPE ...]`, or `make families`.
 
 Each type runs as a tiny random model on meshes of 2, 4 and, one type in three, 8 processes; loss and every gradient are
 compared with the unmodified model. What came out is written to meshpar/families.json, which `meshpar families` prints,
@@ -84,22 +84,28 @@ def shares(model_type: str) -> tuple[float | None, float | None]:
     return None, None
 
 
-def main(types: list[str]) -> int:
-    """Run the sweep; returns 1 if anything was wrong."""
+def main(arguments: list[str]) -> int:
+    """Run the sweep; returns 1 if anything was wrong or, with --check, which writes nothing, not as the table says."""
     logging.disable(logging.WARNING)
+    check, types = "--check" in arguments, [a for a in arguments if a != "--check"]
     every, pool = causal_types(), WorkerPool(8)
     table = read_families() if FILE.exists() else {}
-    wrong = 0
+    failures = 0
     for name in types or every:
         start = time.perf_counter()
-        table[name] = examine(pool, name, every.index(name) % 3 == 0)
-        wrong += table[name].is_wrong
-        print(f"{name:26} {time.perf_counter() - start:5.1f} s  {table[name].summary}", flush=True)
-        write_families({name: table[name] for name in every if name in table})
-    DOC.write_text(as_markdown(table), encoding="utf-8")
+        before, found = table.get(name), examine(pool, name, every.index(name) % 3 == 0)
+        failures += found.is_wrong or (check and found != before)
+        print(f"{name:26} {time.perf_counter() - start:5.1f} s  {found.summary}", flush=True)
+        if check and found != before:
+            print(f"  the table has {before}\n  now it is {found}", flush=True)
+        if not check:
+            table[name] = found
+            write_families({name: table[name] for name in every if name in table})
+    if not check:
+        DOC.write_text(as_markdown(table), encoding="utf-8")
     pool.close()
-    print(f"{wrong} wrong")
-    return 1 if wrong else 0
+    print(f"{failures} wrong")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

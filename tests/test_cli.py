@@ -11,6 +11,7 @@ import pytest
 
 from meshpar.cli import main
 from meshpar.recipe import shipped_recipes
+from tests import models
 
 WORKER = """
 import os, sys
@@ -177,3 +178,18 @@ def test_worker_that_is_killed_is_reported_by_signal(tmp_path):
     _, errors = parent.communicate(timeout=200)
     assert parent.returncode == 1
     assert "the process was ended by SIGKILL; the machine may have run out of memory" in errors
+
+
+def test_show_prints_plan_share_and_stages(tmp_path, capsys):
+    models.tiny_config(num_hidden_layers=5).save_pretrained(tmp_path)
+    assert main(["show", str(tmp_path)]) == 0  # tp=2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["module", "style", "parameters", "layers"]
+    assert lines[-1] == "tp divides 1.00 of the decoder layers' multiply-adds (transformers' own plan: 1.00)"
+    assert main(["show", str(tmp_path), "--tp", "1", "--pp", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "stage 0 on pp rank 0: layers 0-2",
+        "stage 1 on pp rank 1: layers 3-4",
+    ]
+    assert main(["show", str(tmp_path), "--tp", "8"]) == 2
+    assert "tp=8" in capsys.readouterr().err

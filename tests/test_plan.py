@@ -40,6 +40,7 @@ def test_norms_are_sharded_over_the_sequence_only_with_sequence_parallelism():
         ({"model.layers.*.mlp.up_proj": "rowwise"}, "can only be 'replicate' or 'colwise'"),
         ({"model.layers.0.mlp.up_proj": "sideways"}, "the styles are"),
         ({"model.layers.0.mlp.up_proj": "replicate"}, "split together or not at all"),
+        ({"model.layers.*.mlp.up_proj": "ep_dispatch_experts"}, "expert parallelism.* meshpar splits each of them"),
         ({"model.norm": SequenceParallel()}, "set sequence_parallel in the config"),
         ("manual", 'must be "auto" or a dict'),
     ],

@@ -119,6 +119,11 @@ def test_unknown_key_with_nothing_near_lists_the_section(recipe_file):
     assert line == "batch.zzz=1 is not a key; the keys of batch are global_size, micro_size."
 
 
+def test_expert_parallelism_is_refused_by_name(recipe_file):
+    (line,) = problems(recipe_file, "parallel.ep=2")
+    assert line.startswith("parallel.ep=2 is not a key; experts are not spread over ranks (expert parallelism)")
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
