@@ -37,13 +37,13 @@ def apply_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str, tp:
 def _checkpointed(layer: nn.Module, run: Callable, tp: TensorParallel) -> Callable:
     inner = layer.forward
 
-    def at_length(seq_len: int, *args, **kwargs):
-        tp.seq_len = seq_len  # a batch of another length may have run before this one is computed again
+    def at_shape(rows: int, seq_len: int, *args, **kwargs):
+        tp.rows, tp.seq_len = rows, seq_len  # another batch may have run before this one is computed again
         return inner(*args, **kwargs)
 
     def forward(*args, **kwargs):
         keep = layer.training and torch.is_grad_enabled()
-        return run(at_length, tp.seq_len, *args, **kwargs) if keep else inner(*args, **kwargs)
+        return run(at_shape, tp.rows, tp.seq_len, *args, **kwargs) if keep else inner(*args, **kwargs)
 
     return forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -69,6 +70,7 @@ def parallelize_model(
     check_model(config, skeleton.config)
     the_mesh = adopt_mesh(mesh, device) if mesh is not None else build_mesh(config, device)
     the_plan = make_plan(skeleton, config, plan)
+    _check_agreed(the_plan)
     reader = Reader(skeleton, opened.source, the_mesh)
     full = FullTensors.describe(skeleton, the_mesh, the_plan.flow)
     pin_layout(skeleton)
@@ -94,6 +96,16 @@ def parallelize_model(
     )  # fmt: skip
     full.specs, full.ranges, full.stage_ranks = specs, ranges, stage_ranks(config)
     return ParallelModel(runner, the_mesh, config, the_plan, full, opened.origin).train()
+
+
+def _check_agreed(plan: Plan) -> None:
+    """Every rank tries rules out by itself: with other packages or another machine, one may find another plan."""
+    own = hashlib.sha256(f"{plan}\n{sorted(plan.blocks.items())}".encode()).hexdigest()
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    if len(set(everyone)) > 1:
+        odd = next(rank for rank, digest in enumerate(everyone) if digest != everyone[0])
+        raise RuntimeError(f"rank {odd} found another plan than rank 0: are Python, torch and transformers the same?")
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

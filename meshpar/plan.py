@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -35,7 +35,7 @@ from .anatomy import Anatomy, dissect
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow, follow, refuse_layerdrop
 from .rules import Block, guesses, halves, pair, recognise
-from .trial import kind, try_out
+from .trial import kind, position_wise, try_out
 
 Style = str | ParallelStyle
 STYLES = (
@@ -55,6 +55,7 @@ STYLES = (
     "vocab_head",
 )
 _SPLIT = ("colwise", "rowwise", "experts")
+_MAY_BE_WHOLE = ("experts", "colwise_norm", "by_head", "pair_in", "pair_out")
 _EXPERT_PARALLEL = ("grouped_gemm", "ep_router", "ep_dispatch_experts")  # transformers' words
 
 
@@ -62,7 +63,7 @@ class Plan(dict[str, Style]):
     """Module name -> style, for every module with parameters of its own and every block; prints as a table.
 
     ``roles``: what each module is in the model, before overrides. ``blocks``: the recognised blocks by name.
-    ``flow``: what runs before, in and after the decoder layers.
+    ``flow``: what runs before, in and after the decoder layers. ``children``: what each layer calls.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class Plan(dict[str, Style]):
         roles: Mapping[str, Style],
         blocks: Mapping[str, Block],
         flow: Flow,
+        children: Collection[str],
         shapes: Mapping[str, str],
     ) -> None:
         super().__init__(entries)
-        self.anatomy, self.roles, self.blocks, self.flow = anatomy, roles, blocks, flow
+        self.anatomy, self.roles, self.blocks, self.flow, self.children = anatomy, roles, blocks, flow, children
         self._shapes = shapes
 
     def block_of(self, name: str) -> str | None:
@@ -122,9 +124,11 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     refuse_layerdrop(model)
     flow = _follow(model, anatomy, config)
     _check_mixed(model, flow, config)
-    blocks = _blocks(model, anatomy, config.tp) if config.tp > 1 else {}
-    _check_router_loss(model, anatomy, blocks, config)
-    roles = _roles(model, anatomy, blocks, flow, config)
+    opened = _open_wrappers(model, anatomy, config) if config.tp > 1 else set()
+    children = dict(layer_children(model, anatomy, opened))
+    blocks = _blocks(model, anatomy, children, config.tp) if config.tp > 1 else {}
+    _check_router_loss(model, children, blocks, config)
+    roles = _roles(model, anatomy, children, blocks, flow, config)
     entries = dict(roles)
     if overrides != "auto":
         _lay_over(entries, model, overrides, config.tp)
@@ -133,7 +137,9 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
         _check_head(model, anatomy)
     order = {n: i for i, (n, _) in enumerate(model.named_modules())}
     entries = dict(sorted(entries.items(), key=lambda item: order[item[0]]))
-    return Plan(entries, anatomy, roles, blocks, flow, {n: _own_shapes(model.get_submodule(n)) for n in entries})
+    return Plan(
+        entries, anatomy, roles, blocks, flow, list(children), {n: _own_shapes(model.get_submodule(n)) for n in entries}
+    )
 
 
 def _follow(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig) -> Flow:
@@ -154,7 +160,7 @@ def _check_mixed(model: PreTrainedModel, flow: Flow, config: ParallelConfig) -> 
 
 
 def _check_router_loss(
-    model: PreTrainedModel, anatomy: Anatomy, blocks: Mapping[str, Block], config: ParallelConfig
+    model: PreTrainedModel, children: Mapping[str, nn.Module], blocks: Mapping[str, Block], config: ParallelConfig
 ) -> None:
     """The routers' balance loss, where the model's config asks for it, is one product over all layers' routers."""
     settings, label = model.config.get_text_config(), type(model).__name__
@@ -167,7 +173,7 @@ def _check_router_loss(
             f"{label}'s config asks for the routers' balance loss (output_router_logits), whose coefficient meshpar "
             "does not find; set output_router_logits to false in the model's config"
         )
-    whole = [n for n, m in layer_children(model, anatomy) if n not in blocks and _may_route(model, m)]
+    whole = [n for n, m in children.items() if n not in blocks and _may_route(model, m)]
     setting = "pp" if config.pp > 1 else "tp" if config.tp > 1 and whole else None
     if setting:
         raise ValueError(
@@ -187,38 +193,64 @@ def _may_route(model: PreTrainedModel, module: nn.Module) -> bool:
     return any(isinstance(m, routers) for m in module.modules())
 
 
-def layer_children(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[tuple[str, nn.Module]]:
-    """Full name and module of what each decoder layer calls: its children, those of lists one by one."""
+def layer_children(
+    model: PreTrainedModel, anatomy: Anatomy, opened: Collection[str] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Full name and module of what each decoder layer calls: children, those of lists and of ``opened`` one by one."""
     for index in range(anatomy.num_layers):
         pending = list(reversed([*_named_children(model, anatomy.layer(index))]))
         while pending:
             name, module = pending.pop()
-            if isinstance(module, nn.ModuleList) or _is_wrapper(module):
+            if isinstance(module, nn.ModuleList) or name in opened:
                 pending += reversed([*_named_children(model, name)])
             else:
                 yield name, module
 
 
+def _open_wrappers(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig) -> set[str]:
+    """Modules that are more of a layer's own code, around one child with matrices.
+
+    Under sequence parallelism such code, and a layer's own, runs on shards: it must not mix positions.
+    """
+    opened: set[str] = set()
+    while more := {n for n, m in layer_children(model, anatomy, opened) if _is_wrapper(m)}:
+        opened |= more
+    if not config.sequence_parallel:
+        return opened
+    layers = [anatomy.layer(i) for i in range(anatomy.num_layers)]
+    alike: dict[Hashable, list[str]] = {}
+    for name in (*sorted(opened), *layers):
+        alike.setdefault(kind(model.get_submodule(name)), []).append(name)
+    right = position_wise(model, [names[0] for names in alike.values()])
+    mixing = {name for names in alike.values() if names[0] not in right for name in names}
+    of_layers = next((name for name in layers if name in mixing), None)
+    if of_layers is not None:
+        raise ValueError(
+            f"{type(model).__name__}'s {of_layers} mixes positions outside its blocks; set sequence_parallel to false"
+        )
+    return {n for n in opened if not any(f"{n}.".startswith(f"{m}.") for m in mixing)}
+
+
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is more of the layer's own code: around one child with matrices, norms at most beside it."""
+    """Whether a module has no parameters of its own and one child with matrices, which is no matrix itself."""
     if next(module.parameters(recurse=False), None) is not None:
         return False
     inside = [child for child in module.children() if any(p.ndim > 1 for p in child.parameters())]
-    return len(inside) == 1 and not isinstance(inside[0], nn.Linear | nn.Conv1d) and bool([*inside[0].children()])
+    return len(inside) == 1 and bool([*inside[0].children()])
 
 
 def _named_children(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     return ((f"{name}.{n}", m) for n, m in model.get_submodule(name).named_children())
 
 
-def _blocks(model: PreTrainedModel, anatomy: Anatomy, size: int) -> dict[str, Block]:
+def _blocks(model: PreTrainedModel, anatomy: Anatomy, children: Mapping[str, nn.Module], size: int) -> dict[str, Block]:
     """What tp can split: children of decoder layers, and pairs of projections in a layer's own code.
 
     What a rule recognises or guesses is tried out, but for mixtures of experts, which are too large to draw.
     """
     layers = [anatomy.layer(i) for i in range(anatomy.num_layers)]
     alike: dict[Hashable, list[str]] = {}
-    for name in (*(n for n, _ in layer_children(model, anatomy)), *layers):
+    for name in (*children, *layers):
         alike.setdefault(kind(model.get_submodule(name)), []).append(name)
     blocks: dict[str, Block] = {}
     trusted: dict[str, Block] = {}
@@ -258,7 +290,12 @@ def _own_shapes(module: nn.Module) -> str:
 
 
 def _roles(
-    model: PreTrainedModel, anatomy: Anatomy, blocks: Mapping[str, Block], flow: Flow, config: ParallelConfig
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    children: Mapping[str, nn.Module],
+    blocks: Mapping[str, Block],
+    flow: Flow,
+    config: ParallelConfig,
 ) -> dict[str, Style]:
     """The style of every module with parameters of its own, of every block and of what runs whole."""
     owners = [n for n, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
@@ -269,7 +306,7 @@ def _roles(
         behind = tuple(f"{n}." for n in flow.behind)
         sharded = (n for n in owners if anatomy.layer_index(n) is not None or f"{n}.".startswith(behind))
         roles |= dict.fromkeys(sharded, "sequence_parallel")
-    for name, module in layer_children(model, anatomy):
+    for name, module in children.items():
         if name in blocks:
             roles |= dict.fromkeys((n for n in owners if n.startswith(f"{name}.")), "replicate")
             roles |= {f"{name}.{n}": style for n, style in blocks[name].styles.items()}
@@ -321,7 +358,7 @@ def _check_override(name: str, role: Style, style: Style) -> None:
             return
         allowed: tuple[Style, ...] = ("replicate", role)
     else:
-        allowed = (role, "replicate") if role in ("experts", "colwise_norm", "by_head") else (role,)
+        allowed = (role, "replicate") if role in _MAY_BE_WHOLE else (role,)
         if role == "replicate" and isinstance(style, ParallelStyle):
             return
     if style not in allowed:
@@ -333,19 +370,34 @@ def _check_override(name: str, role: Style, style: Style) -> None:
 
 def _keep_whole(entries: dict[str, Style], blocks: dict[str, Block]) -> None:
     """A block none of whose projections is split any more runs whole; one with some of them left is refused."""
-    for name, block in list(blocks.items()):
-        inside = [f"{name}.{n}" for n, style in block.styles.items() if style in _SPLIT]
-        whole = [n for n in inside if entries[n] == "replicate"]
+    for projections, members in _units(blocks):
+        whole = [n for n in projections if entries[n] == "replicate"]
         if not whole:
             continue
-        if len(whole) < len(inside):
-            split = next(n for n in inside if n not in whole)
+        if len(whole) < len(projections):
+            split = next(n for n in projections if n not in whole)
             raise ValueError(
                 f"plan keeps {whole[0]} whole but splits {split}; a block's projections split together or not at all"
             )
-        entries |= {n: "replicate" for n in entries if n.startswith(f"{name}.")}
-        entries[name] = "whole"
-        del blocks[name]
+        for name in members:
+            entries |= {n: "replicate" for n in entries if n.startswith(f"{name}.")}
+            entries[name] = "whole"
+            del blocks[name]
+
+
+def _units(blocks: Mapping[str, Block]) -> list[tuple[list[str], list[str]]]:
+    """What splits together: the projections of a block, or the two of a pair; and the blocks that hold them."""
+    units = []
+    for name, block in blocks.items():
+        if block.style == "pair_in":
+            layer = name.rpartition(".")[0]
+            both = [
+                n for n, b in blocks.items() if n.rpartition(".")[0] == layer and b.style in ("pair_in", "pair_out")
+            ]
+            units.append((both, both))
+        elif block.style != "pair_out":
+            units.append(([f"{name}.{n}" for n, style in block.styles.items() if style in _SPLIT], [name]))
+    return units
 
 
 def _check_head(model: PreTrainedModel, anatomy: Anatomy) -> None:

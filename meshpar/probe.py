@@ -28,7 +28,7 @@ def check_shapes(model: PreTrainedModel, unmodified: PreTrainedModel, plan: Plan
     """
     if tp.size == 1 or any(isinstance(style, ParallelStyle) for style in plan.values()):  # a caller's, with DTensors
         return
-    tp.seq_len = 2 * tp.size
+    tp.rows, tp.seq_len = 1, 2 * tp.size
     twin = meta_copy(model)  # a forward may leave tensors on the module, as CTRL's does, and here they have no data
     with _sequence_shards(twin, plan, tp):
         failure = _failure(twin, tp.seq_len)

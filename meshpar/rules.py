@@ -1,8 +1,9 @@
 """Rules: what tensor parallelism can split in a decoder layer, read off its modules' structure.
 
 A block is a child of a decoder layer that runs on a part of its heads, features or experts on each rank: its input is
-whole on every rank, its output is summed. It is recognised only if every parameter in it is accounted for. What is not
-recognised runs whole on every rank, which is right for any code, only not faster.
+whole on every rank, its output is summed. It is recognised only if every parameter in it is accounted for; `guesses` go
+by sizes alone. Both are tried out on the module's code (`trial`), but for experts. What does not pass runs whole on
+every rank, which is right for any code, only not faster.
 
 Inside a block all gradients are one rank's term of a sum, those of parameters that every rank holds whole included
 (routers, latent projections, per-head norms): the sum over ranks is exact because a block's output is the sum of what
@@ -90,6 +91,11 @@ class OnFirst:
         return first_only(self.total, size)
 
 
+def hidden_argument(args: tuple, kwargs: dict) -> int | str:
+    """Which argument of a decoder module is its hidden states."""
+    return 0 if args else "hidden_states"
+
+
 # What attention modules call their numbers of heads.
 _Q_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -113,6 +119,7 @@ class Block:
     whole: set[str] = field(default_factory=set)  # the block's own parameters that every rank holds whole
     by_head: dict[int | str, int] = field(default_factory=dict)
     inside: set[int | str] = field(default_factory=set)
+    pair: bool = False  # two projections in a layer's own code
     narrow: bool = False
     counts: dict[str, tuple[Units, ...]] = field(default_factory=dict)  # attributes that count what is cut
 
@@ -167,7 +174,7 @@ class Block:
 
     def _widths(self, own: HeadLayout, size: int) -> Iterator[tuple[int, int]]:
         """(features of all heads, of one rank's)."""
-        q_heads, kv_heads = self.heads or (1, 1)
+        q_heads, kv_heads = self.heads
         head_dim = self.out_layout(size).local // own.q.local
         yield kv_heads * head_dim, own.kv.local * head_dim
         yield q_heads * head_dim, own.q.local * head_dim
@@ -184,8 +191,7 @@ class Block:
         if key not in self.by_head or not isinstance(value, Tensor):
             return value
         dim, (start, stop) = self.by_head[key], own.q.spans[rank]
-        heads = (self.heads or (1, 1))[0]
-        one = value.unflatten(dim, (-1, heads)).narrow(dim + 1, start, stop - start)
+        one = value.unflatten(dim, (-1, self.heads[0])).narrow(dim + 1, start, stop - start)
         if stop - start < own.q.local:
             padding = one.new_zeros(*one.shape[: dim + 1], own.q.local - (stop - start), *one.shape[dim + 2 :])
             one = torch.cat((one, padding), dim + 1)
@@ -221,16 +227,21 @@ def _is_harmless(name: str, module: nn.Module) -> bool:
 
 
 def _is_element_wise(module: nn.Module) -> bool:
-    """Whether parts of a vector give parts of the result: tried out, in double precision, on a copy in eval mode."""
+    """Whether parts of a vector, or of two, give parts of the result: tried out on a copy, in double precision."""
     if isinstance(module, nn.Identity | nn.modules.dropout._DropoutNd):
         return True
-    x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    twin = copy.deepcopy(module).eval()
+    generator, twin = torch.Generator().manual_seed(0), copy.deepcopy(module).eval()
+    given = torch.randn(2, 2, 3, 6, dtype=torch.float64, generator=generator)
+    return any(_is_element_wise_in(twin, *given[:count]) for count in (1, 2))
+
+
+def _is_element_wise_in(module: nn.Module, *given: Tensor) -> bool:
     try:
-        whole, parts = twin(x), torch.cat([twin(part) for part in x.split((4, 2), dim=-1)], dim=-1)
-    except Exception:  # whatever a module that is no function of one tensor raises
+        whole = module(*given)
+        parts = torch.cat([module(*part) for part in zip(*(x.split((4, 2), dim=-1) for x in given), strict=True)], -1)
+    except Exception:  # whatever a module that is no function of so many tensors raises
         return False
-    return isinstance(whole, Tensor) and whole.shape == x.shape and torch.allclose(whole, parts)
+    return isinstance(whole, Tensor) and whole.shape == given[0].shape and torch.allclose(whole, parts)
 
 
 # Projections by what they are called; where several names are given, a block has one of them.
@@ -252,7 +263,7 @@ _ROUTERS = ("gate", "router", "shared_expert_gate", "moe_statics")
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
 
-def _linear(block: nn.Module, names: tuple[str, ...]) -> str | None:
+def linear(block: nn.Module, names: tuple[str, ...]) -> str | None:
     """The one child of that name that is a plain product with a matrix."""
     found = [name for name in names if _is_product(getattr(block, name, None))]
     return found[0] if len(found) == 1 else None
@@ -274,8 +285,9 @@ def _only_multiplies(module: nn.Linear) -> bool:
     x, weight = (torch.randn(n, 4, generator=generator) for n in (2, 3))
     bias = None if module.bias is None else torch.randn(3, generator=generator)
     twin.weight, twin.bias = (None if p is None else nn.Parameter(p, requires_grad=False) for p in (weight, bias))
+    want = F.linear(x, weight, bias)[None]
     try:
-        return torch.allclose(twin(x[None]), F.linear(x, weight, bias)[None], rtol=1e-5, atol=1e-6)
+        return all(torch.allclose(twin.train(mode)(x[None]), want, rtol=1e-5, atol=1e-6) for mode in (True, False))
     except Exception:  # whatever a class of its own raises on other sizes
         return False
 
@@ -291,7 +303,7 @@ def _attention(block: nn.Module, gated: bool = False) -> Block | None:
 
     ``gated``: the query projection holds a gate for each head beside its query.
     """
-    names = [_linear(block, known) for known in (_QUERY, _KEY, _VALUE, OUT)]
+    names = [linear(block, known) for known in (_QUERY, _KEY, _VALUE, OUT)]
     head_dim = _head_dim(block)
     if None in names or not head_dim:
         return None
@@ -316,7 +328,7 @@ def _attention(block: nn.Module, gated: bool = False) -> Block | None:
 
 
 def _head_extras(block: nn.Module, found: Block, q_heads: int, kv_heads: int, q_rows: int, k_rows: int) -> None:
-    gate = _linear(block, _HEAD_GATES)
+    gate = linear(block, _HEAD_GATES)
     if gate is not None and features(block.get_submodule(gate))[0] % q_heads == 0:
         found.colwise(block, gate, Units(q_heads, features(block.get_submodule(gate))[0] // q_heads, "q"))
     for names, count, rows, by in ((_QUERY_NORMS, q_heads, q_rows, "q"), (_KEY_NORMS, kv_heads, k_rows, "kv")):
@@ -370,8 +382,8 @@ def _is_rms_norm(norm: nn.Module) -> bool:
 
 def _latent_attention(block: nn.Module) -> Block | None:
     """MLA: latent projections whole, what unfolds them by head (arXiv 2405.04434)."""
-    q = _linear(block, ("q_b_proj",)) or _linear(block, ("q_proj",))
-    kv, out = _linear(block, ("kv_b_proj",)), _linear(block, OUT)
+    q = linear(block, ("q_b_proj",)) or linear(block, ("q_proj",))
+    kv, out = linear(block, ("kv_b_proj",)), linear(block, OUT)
     q_heads = getattr(block, "num_heads", None)
     if q is None or kv is None or out is None or not isinstance(q_heads, int):
         return None
@@ -416,7 +428,7 @@ def _guessed_attention(block: nn.Module) -> Iterator[Block]:
 
 def _fused_attention(block: nn.Module) -> Iterator[Block]:
     """One projection for query, key and value: all queries, keys, values in turn, or those of a kv head together."""
-    fused, out, head_dim = _linear(block, _FUSED), _linear(block, OUT), _head_dim(block)
+    fused, out, head_dim = linear(block, _FUSED), linear(block, OUT), _head_dim(block)
     if fused is None or out is None or head_dim is None:
         return
     rows, columns = features(block.get_submodule(fused))[0], features(block.get_submodule(out))[1]
@@ -438,7 +450,7 @@ def _delta_net(block: nn.Module) -> Iterator[Block]:
     """A gated delta rule by heads (arXiv 2412.06464): value heads share the key heads, as queries do in attention."""
     names = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
     v_heads, k_heads, v_dim, k_dim = sizes = [getattr(block, n, None) for n in names]
-    out, convolution = _linear(block, OUT), getattr(block, "conv1d", None)
+    out, convolution = linear(block, OUT), getattr(block, "conv1d", None)
     if (
         out is None
         or not all(isinstance(n, int) for n in sizes)
@@ -457,7 +469,7 @@ def _delta_net(block: nn.Module) -> Iterator[Block]:
         "in_proj_ba": (Units(k_heads, 2 * group, "kv"),),
     }
     for name, units in of_projection.items():
-        if _linear(block, (name,)):
+        if linear(block, (name,)):
             found.colwise(block, name, *units)
     found.rowwise(block, out, value)
     found.cuts |= {f"conv1d.{n}": Cut(0, (key, key, value)) for n, _ in convolution.named_parameters()}
@@ -477,13 +489,13 @@ def _head_dim(block: nn.Module) -> int | None:
     found = next((size for size in known if isinstance(size, int)), None)
     counts = (getattr(block, name, None) for name in _Q_HEADS)
     q_heads = next((count for count in counts if isinstance(count, int)), None)
-    out = _linear(block, OUT)
+    out = linear(block, OUT)
     return found if found or not q_heads or not out else features(block.get_submodule(out))[1] // q_heads
 
 
 def _mlp(block: nn.Module, style: Literal["block", "block_sum"] = "block") -> Block | None:
     """Projections up and one down; a fused pair of gate and up is two halves; element-wise scales with them."""
-    down, ups = _linear(block, _DOWN), [n for n in (*_UP, *_GATE_UP) if _is_product(getattr(block, n, None))]
+    down, ups = linear(block, _DOWN), [n for n in (*_UP, *_GATE_UP) if _is_product(getattr(block, n, None))]
     if down is None or not ups or getattr(block, "activation_sparsity", 0):  # a threshold from all features
         return None
     hidden, width = features(block.get_submodule(down))
@@ -510,13 +522,13 @@ def pair(layer: nn.Module) -> Block | None:
 
     Only a trial can tell whether that works on parts of the features.
     """
-    up, down = _linear(layer, _UP), _linear(layer, _DOWN)
+    up, down = linear(layer, _UP), linear(layer, _DOWN)
     if up is None or down is None or up == down:
         return None
     hidden, width = features(layer.get_submodule(down))
     if features(layer.get_submodule(up)) != (width, hidden):
         return None
-    found = Block()
+    found = Block(pair=True)
     found.colwise(layer, up, Units(width))
     found.rowwise(layer, down, Units(width))
     return found

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .flops import matrix_costs
-from .plan import Plan, declared_style, declared_styles, layer_children
-from .rules import OUT, OnFirst
+from .plan import Plan, declared_style, declared_styles
+from .rules import OUT, OnFirst, features, linear
 
 # transformers' styles whose matrix products are divided; those that gather or split replicate what lies between.
 _DIVIDED = {
@@ -56,11 +56,12 @@ def _work(model: PreTrainedModel, plan: Plan, seq_len: int) -> Iterator[tuple[fl
         cut = plan.blocks[block].cuts.get(name.removeprefix(f"{block}.")) if block else None
         style = declared_style(declared, name) or declared_style(declared, name.rpartition(".")[0])
         yield cost, cut is not None and not isinstance(cut, OnFirst), style in _DIVIDED
-    for name, module in layer_children(model, plan.anatomy):
-        out = next((n for n in OUT if isinstance(getattr(module, n, None), nn.Linear)), None)
+    for name in plan.children:
+        module = model.get_submodule(name)
+        out = linear(module, OUT)
         if out is not None and _has_heads(module):
             by_heads = name in plan.blocks and plan.blocks[name].heads is not None
-            width = module.get_submodule(out).in_features
+            width = features(module.get_submodule(out))[1]
             yield seq_len * width, by_heads, declared_style(declared, f"{name}.{out}") in ("rowwise", "rowwise_rep")
 
 

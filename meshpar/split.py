@@ -335,7 +335,7 @@ class Runner(nn.Module):
         stage the logits [b, s, local vocabulary], or what ``loss`` makes of them.
         """
         stage = next(s for s in self.stages if s.range.index == index)
-        self.tp.seq_len = seq_len
+        self.tp.rows, self.tp.seq_len = inputs["input_ids"].shape[0], seq_len
         with stage.active():
             if stage.injection is not None:
                 stage.receive(x)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -26,7 +26,7 @@ from .config import ParallelConfig, torch_dtype
 from .dropout import apply_dropout
 from .layout import Layout, even, replicated
 from .plan import Plan, Style
-from .rules import Block
+from .rules import Block, hidden_argument
 
 
 @dataclass
@@ -36,7 +36,8 @@ class TensorParallel:
     mesh: DeviceMesh
     sequence_parallel: bool
     keep_shards: bool = False  # autograd keeps shards of what is gathered
-    seq_len: int = 0  # of the batch in flight: the shards alone do not tell how much of the last one is padding
+    rows: int = 0  # of the batch in flight, and
+    seq_len: int = 0  # its length: the shards alone do not tell how much of the last one is padding
     group: dist.ProcessGroup = field(init=False)
     size: int = field(init=False)
     rank: int = field(init=False)
@@ -52,6 +53,14 @@ class TensorParallel:
         if self.sequence_parallel:
             return self._by_rows(x, self.local_seq_len(), lambda r: comm.gather_sequence(r, self.group, self.seq_len))
         return comm.copy_to(x, self.group)
+
+    def enter_beside(self, x: object) -> object:
+        """What else a block's heads are computed from: whole, and where it is computed itself, its gradient summed."""
+        if not isinstance(x, Tensor):
+            return x
+        if self.sequence_parallel and x.ndim > 2 and x.shape[1] == self.local_seq_len() != self.seq_len:
+            return self.enter(x)
+        return comm.copy_to(x, self.group) if x.requires_grad else x
 
     def leave(self, x: Tensor) -> Tensor:
         """Out of a block: partial [b, seq_len, h] summed, and cut to this rank's shard under sequence parallelism."""
@@ -73,8 +82,8 @@ class TensorParallel:
 
     def _by_rows(self, x: Tensor, length: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
         """``fn`` of [b, length, ...], which some code flattens to [b * length, ...]."""
-        if x.ndim == 2 and x.shape[0] % length == 0:
-            return fn(x.unflatten(0, (-1, length))).flatten(0, 1)
+        if x.ndim == 2 and x.shape[0] == self.rows * length:
+            return fn(x.unflatten(0, (self.rows, length))).flatten(0, 1)
         if x.ndim < 3 or x.shape[1] != length:
             raise ValueError(f"a module takes or returns {list(x.shape)} for a sequence of {length}")
         return fn(x)
@@ -115,7 +124,7 @@ def apply_styles(
             if name in plan:
                 _apply(name, module, plan, tp, layouts)
         for name, block in plan.blocks.items():
-            _show_own_heads(model.get_submodule(name), block, tp)
+            block.localize(model.get_submodule(name), tp.size)
         apply_dropout(model, plan, tp)
     specs = {n: _spec(n, shape, model, plan, tp, layouts[n]) for n, shape in shapes.items()}
     _shrink(model, specs, torch_dtype(config.param_dtype))
@@ -156,25 +165,9 @@ def _apply(name: str, module: nn.Module, plan: Plan, tp: TensorParallel, layouts
     block = plan.block_of(name)
     if style == "rowwise" and block is not None and plan.blocks[block].style == "block_sum":
         return  # its part of the sum leaves with the block's output
+    if style in ("block", "block_sum", "pair_in", "vocab_head"):
+        _enter_block(module, tp, plan.blocks.get(name, Block()))
     _APPLY[style](module, tp, layouts.get(f"{name}.weight", replicated(tp.size)))
-
-
-def _show_own_heads(module: nn.Module, block: Block, tp: TensorParallel) -> None:
-    block.localize(module, tp.size)
-    if not block.by_head and not block.inside:
-        return
-
-    def own(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        entered = {k: _enter_argument(x, tp) for k, x in (*enumerate(args), *kwargs.items()) if k in block.inside}
-        args = tuple(entered.get(i, x) for i, x in enumerate(args))
-        return block.own_arguments(args, {k: entered.get(k, x) for k, x in kwargs.items()}, tp.size, tp.rank)
-
-    module.register_forward_pre_hook(own, with_kwargs=True)
-
-
-def _enter_argument(value: object, tp: TensorParallel) -> object:
-    """What each rank uses for its own heads only: where it is computed from parameters, its gradient is a sum."""
-    return comm.copy_to(value, tp.group) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _spec(
@@ -219,37 +212,48 @@ def _shrink(model: nn.Module, specs: dict[str, ParamSpec], dtype: torch.dtype) -
 
 
 def map_hidden(args: tuple, kwargs: dict, fn: Callable[[Tensor], Tensor]) -> tuple[tuple, dict]:
-    """Apply ``fn`` to a decoder module's hidden states: its first positional argument, or ``hidden_states``.
-
-    Wherever else the same tensor is given (as query, key and value), its result is, too.
-    """
-    hidden = args[0] if args else kwargs["hidden_states"]
+    """Apply ``fn`` to a decoder module's hidden states, wherever among its arguments that tensor is given."""
+    hidden = args[0] if args else kwargs[hidden_argument(args, kwargs)]
     result = fn(hidden)
     args = tuple(result if x is hidden else x for x in args)
     return args, {k: result if x is hidden else x for k, x in kwargs.items()}
 
 
-def _enter_block(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
+def _enter_block(module: nn.Module, tp: TensorParallel, block: Block) -> None:
+    """The hidden states become whole on every rank, and so does what else each rank makes its own heads of."""
     active: list[comm.KeepShard] = []
 
-    def enter(x: Tensor) -> Tensor:
+    def gather(x: Tensor) -> Tensor:
         whole = tp.enter(x)
         if tp.keep_shards and torch.is_grad_enabled() and x.ndim > 2:
             active.append(comm.KeepShard(x, whole, tp.group))
             active[-1].__enter__()
         return whole
 
+    def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        key = hidden_argument(args, kwargs)
+        hidden = args[0] if args else kwargs[key]
+        whole = gather(hidden)
+
+        def own(at: int | str, value: object) -> object:
+            if at == key or (value is hidden and at in block.inside):
+                return whole
+            used = at in block.inside or block.style == "block_sum"
+            return tree_map(tp.enter_beside, value) if used else value
+
+        args = tuple(own(i, x) for i, x in enumerate(args))
+        return block.own_arguments(args, {k: own(k, x) for k, x in kwargs.items()}, tp.size, tp.rank)
+
     def leave(*_: object) -> None:
         while active:  # one, or none
             active.pop().__exit__()
 
-    module.register_forward_pre_hook(lambda _, args, kwargs: map_hidden(args, kwargs, enter), with_kwargs=True)
+    module.register_forward_pre_hook(enter, with_kwargs=True)
     if tp.keep_shards:
         module.register_forward_hook(leave, always_call=True)
 
 
 def _block_sum(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
-    _enter_block(module, tp, layout)
     module.register_forward_hook(lambda _, args, out: _map_output(out, tp.leave))
 
 
@@ -285,11 +289,6 @@ def _colwise(module: nn.Linear | Conv1D, tp: TensorParallel, layout: Layout) -> 
     """A smaller weight is all a Linear needs."""
     if isinstance(module, Conv1D):
         module.nf = layout.local
-
-
-def _pair_in(module: nn.Linear | Conv1D, tp: TensorParallel, layout: Layout) -> None:
-    _enter_block(module, tp, layout)
-    _colwise(module, tp, layout)
 
 
 def _rowwise(module: nn.Linear | Conv1D, tp: TensorParallel, layout: Layout) -> None:
@@ -335,24 +334,24 @@ def _colwise_norm(module: nn.Module, tp: TensorParallel, layout: Layout) -> None
 
 
 def _nothing(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
-    """A smaller weight is all this style needs."""
+    """A smaller weight, or the entry into a block, is all this style needs."""
 
 
 _APPLY: dict[str, Callable[..., None]] = {
     "embedding_rowwise": _embedding,
-    "block": _enter_block,
+    "block": _nothing,
     "block_sum": _block_sum,
     "whole": _whole,
     "colwise": _colwise,
     "rowwise": _rowwise,
-    "pair_in": _pair_in,
+    "pair_in": _colwise,
     "pair_out": _rowwise,
     "experts": _nothing,
     "colwise_norm": _colwise_norm,
     "by_head": _nothing,
     "replicate": _nothing,
     "sequence_parallel": _nothing,
-    "vocab_head": _enter_block,
+    "vocab_head": _nothing,
 }
 
 

@@ -10,6 +10,7 @@ not used.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,11 +23,12 @@ from transformers import PreTrainedModel
 
 from .flow import NoData
 from .layout import Layout
-from .rules import Block, features
+from .rules import Block, features, hidden_argument
 
 _SHAPES = ((3, 10), (5, 14))  # batch and sequence of the recorded forwards: where they differ, it is not by heads
 _CLOSE = dict(rtol=1e-4, atol=1e-5)
 _MOST_DRAWN = 2**24  # elements of parameters
+_LARGE = 2**20  # elements of a child that is not called, which are not drawn
 
 
 @dataclass
@@ -51,9 +53,22 @@ class _CannotTry(Exception):
 
 
 def kind(module: nn.Module) -> Hashable:
-    """Equal for modules that need one trial: of one class, with parameters of one shape and the same flags."""
-    flags = ((n, v) for n, v in vars(module).items() if isinstance(v, bool | str | None))
-    return type(module), tuple((n, p.shape) for n, p in module.named_parameters()), tuple(sorted(flags, key=str))
+    """Equal for modules that need one trial: alike in class, parameters' shapes and settings, but for their place."""
+    described = []
+    for name, part in module.named_modules():
+        settings = ((n, _setting(v)) for n, v in vars(part).items() if not n.startswith("_") and not _PLACE.search(n))
+        described.append((name, type(part), tuple(sorted((s for s in settings if s[1] is not None), key=str))))
+    return tuple(described), tuple((n, p.shape) for n, p in module.named_parameters())
+
+
+_PLACE = re.compile("idx|index|layer_id|layer_number")
+
+
+def _setting(value: Any) -> Any:
+    """What tells two modules of a class apart: numbers, flags, names, and functions by identity."""
+    if isinstance(value, bool | int | float | str):
+        return (type(value).__name__, value)
+    return id(value) if callable(value) and not isinstance(value, nn.Module) else None
 
 
 def try_out(
@@ -82,11 +97,13 @@ def _passes(module: nn.Module, name: str, calls: _Calls, candidate: Block, size:
             with torch.random.fork_rng(devices=()):
                 if _same(module, calls.first[name], candidate, size):
                     return True
-        except _CannotTry:
-            raise
-        except Exception:  # whatever the model's code raises on parts that it was not written for
+        except _Differs:
             continue
     return False
+
+
+class _Differs(Exception):
+    """The model's code does not run on a part, or makes something else of it."""
 
 
 class _Calls:
@@ -127,7 +144,7 @@ def _record_once(model: PreTrainedModel, names: list[str], shape: tuple[int, int
         module.register_forward_hook(partial(leave, name))
     ids = torch.zeros(shape, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad(), NoData():
+        with torch.no_grad(), torch.random.fork_rng(devices=()), NoData():
             twin(input_ids=ids, use_cache=False)
     except Exception:  # all are seen, or the code needs values
         pass
@@ -170,38 +187,114 @@ def _dims_by_head(call: Call, heads: int, shape: int) -> dict[int | str, int]:
 
 
 def _same(module: nn.Module, call: Call, block: Block, size: int) -> bool:
-    run, layout = _Run(module, call, block, size), block.out_layout(size)
-    whole = run(None)
-    if not whole.isfinite().all():
-        return False
-    block.inside = run.inside(whole)
-    seen: set[int] = set()
-    for rank in range(size):
-        part = run(rank)
-        there, here = _places(layout, rank)
-        if part.shape[-1] != layout.local or not torch.allclose(part[..., here], whole[..., there], **_CLOSE):
+    layout = block.out_layout(size)
+    for training in (True, False):
+        run = _Run(module, call, block, size, training)
+        whole = run(None)
+        if not whole.isfinite().all():
             return False
-        seen.update(there)
-    return len(seen) == whole.shape[-1]
+        block.inside = run.inside(whole)
+        seen: set[int] = set()
+        for rank in range(size):
+            part = run(rank)
+            there, here = _places(layout, rank)
+            if part.shape[-1] != layout.local or not torch.allclose(part[..., here], whole[..., there], **_CLOSE):
+                return False
+            seen.update(there)
+        if len(seen) != whole.shape[-1]:
+            return False
+    return True
+
+
+def position_wise(model: PreTrainedModel, names: Sequence[str]) -> set[str]:
+    """Which of ``names`` have code of their own that makes each position of the sequence from that position alone.
+
+    Their children with matrices return the same in both runs, of the whole sequence or a half of it. What cannot be
+    tried counts.
+    """
+    calls = _record_once(model, list(names), _SHAPES[0])
+    return {name for name in names if name not in calls or _is_position_wise(model.get_submodule(name), calls[name])}
+
+
+def _is_position_wise(module: nn.Module, call: Call) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    drawn = _draw_call(call, generator)
+    (rows, length), children = _SHAPES[0], dict(module.named_children())
+    replayed = [n for n in call.returned if any(p.ndim > 1 for p in children[n].parameters())]
+    skipped = tuple(f"{n}." for n in replayed)
+    params = {
+        n: torch.randn(p.shape, generator=generator)
+        for n, p in module.named_parameters()
+        if not n.startswith(skipped) and p.numel() < _LARGE
+    }
+
+    def run(part: slice) -> list[Tensor]:
+        """What enters each replayed child, and what leaves."""
+        size, seen = len(range(length)[part]), []
+
+        def cut(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            if x.ndim > 2 and x.shape[:2] == (rows, length):
+                return x[:, part].clone()
+            return (
+                x.unflatten(0, (rows, length))[:, part].flatten(0, 1) if x.shape[:1] == (rows * length,) else x.clone()
+            )
+
+        def see(given: Any) -> None:
+            for x in tree_leaves(given):
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    x = x.unflatten(0, (rows, size)) if x.ndim == 2 and x.shape[0] == rows * size else x
+                    seen.extend([x] if x.ndim > 2 and x.shape[:2] == (rows, size) else [])
+
+        def replay(name: str, *args: Any, **kwargs: Any) -> Any:
+            see((args, kwargs))
+            return tree_map(cut, drawn.returned[name])
+
+        twin = _prepared(module, True)
+        for name, value in params.items():
+            owner, _, leaf = name.rpartition(".")
+            twin.get_submodule(owner).register_parameter(leaf, nn.Parameter(value))
+        for name in replayed:
+            twin.get_submodule(name).forward = partial(replay, name)
+        see(twin(*tree_map(cut, drawn.args), **tree_map(cut, drawn.kwargs)))
+        return seen
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            whole = run(slice(None))
+            for half in (slice(0, length // 2), slice(length // 2, length)):
+                parts = run(half)
+                if not all(
+                    torch.allclose(p, w[:, half], equal_nan=True, **_CLOSE) for p, w in zip(parts, whole, strict=True)
+                ):
+                    return False
+    except Exception:  # the forward of shapes alone tells it better
+        return True
+    return True
 
 
 class _Run:
     """Runs copies of a module on drawn numbers, up to what enters its output projection."""
 
-    def __init__(self, module: nn.Module, call: Call, block: Block, size: int) -> None:
-        generator, same = torch.Generator().manual_seed(0), {}
-        self.module, self.block, self.size = module, block, size
-        self.call = Call(*(tree_map(partial(_drawn, generator, same), part) for part in vars(call).values()))
+    def __init__(self, module: nn.Module, call: Call, block: Block, size: int, training: bool) -> None:
+        self.module, self.block, self.size, self.training = module, block, size, training
+        generator = torch.Generator().manual_seed(0)
+        self.call = _draw_call(call, generator)
+        self.hidden = hidden_argument(call.args, call.kwargs)
         skipped = tuple(f"{n}." for n, style in block.styles.items() if style in ("colwise", "rowwise"))
         # A child with matrices that the rule says nothing of gives what it gave, in shape: attention, beside a pair.
         of_children = ((n, m) for n, m in module.named_children() if n in call.returned)
         self.replayed = [n for n, m in of_children if _has_matrices(m, f"{n}.", skipped)]
         skipped += tuple(f"{n}." for n in self.replayed)
+        uncalled = ((n, m) for n, m in module.named_children() if n not in call.returned)
+        skipped += tuple(f"{n}." for n, m in uncalled if sum(p.numel() for p in m.parameters()) > _LARGE)
         drawn = {n: p.shape for n, p in module.named_parameters() if not n.startswith(skipped)}
         if sum(shape.numel() for shape in drawn.values()) > _MOST_DRAWN:
             raise _CannotTry
         self.drawn = {n: torch.randn(shape, generator=generator) for n, shape in drawn.items()}
-        rows = self._hidden().shape[:2]
+        self.buffers = {n: torch.randn(b.shape, generator=generator) for n, b in _learned_buffers(module)}
+        rows = self.call.given()[self.hidden].shape[:2]
         self.projected = {
             n: torch.randn(*rows, features(module.get_submodule(n))[0], generator=generator)
             for n, style in block.styles.items()
@@ -210,25 +303,28 @@ class _Run:
         self.entered: dict[str, list[Tensor]] = {}
         self.normed: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def _hidden(self) -> Tensor:
-        return next(v for v in self.call.given().values() if isinstance(v, Tensor))
-
     def inside(self, heads: Tensor) -> set[int | str]:
-        """Arguments beside the hidden states that ``heads``, which a run gave, was computed from."""
-        hidden = self._hidden()
-        others = {k: v for k, v in self.call.given().items() if isinstance(v, Tensor) and v.requires_grad}
-        others = {k: v for k, v in others.items() if v is not hidden}
-        if not others or not heads.requires_grad:
-            return set()
-        grads = torch.autograd.grad(heads.sum(), list(others.values()), allow_unused=True)
-        return {k for k, grad in zip(others, grads, strict=True) if grad is not None}
+        """Arguments beside the hidden states that ``heads``, which the whole run gave, was computed from."""
+        found = set()
+        for key, value in self.call.given().items():
+            leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad]
+            if key != self.hidden and _depends(heads, leaves):
+                found.add(key)
+        after = [x for key in found for x in tree_leaves(self.call.given()[key]) if isinstance(x, Tensor)]
+        if self.output is not None and _depends(self.output, after):
+            raise _Differs("an argument is used before the sum and after it")
+        return found
 
     def __call__(self, rank: int | None) -> Tensor:
         """What reaches the output projection of the whole module, or of ``rank``'s part."""
-        twin, caught = _on_meta(self.module), []
-        for name, value in self.drawn.items():
+        twin, caught = _prepared(self.module, self.training), []
+        for name, value in (self.drawn | self.buffers).items():
             owner, _, leaf = name.rpartition(".")
-            twin.get_submodule(owner).register_parameter(leaf, nn.Parameter(self._own(name, value, rank), False))
+            own = self._own(name, value, rank)
+            if name in self.drawn:
+                twin.get_submodule(owner).register_parameter(leaf, nn.Parameter(own))
+            else:
+                twin.get_submodule(owner)._buffers[leaf] = own
         for name, value in self.projected.items():
             own = self._own(f"{name}.weight", value, rank, dim=-1)
             twin.get_submodule(name).forward = partial(self._project, name, own)
@@ -240,14 +336,34 @@ class _Run:
             twin.get_submodule(name).forward = partial(self._replay, name)
         out = twin.get_submodule(self.block.out)
         width = features(out)[0]
-        out.forward = lambda x: (caught.append(x), x.new_zeros(*x.shape[:-1], width))[1]
+        out.forward = lambda x: (caught.append(x), x.detach().new_ones(*x.shape[:-1], width))[1]
         args, kwargs = self.call.args, self.call.kwargs
         if rank is not None:
             self.block.localize(twin, self.size)
             args, kwargs = self.block.own_arguments(args, kwargs, self.size, rank)
-        twin(*args, **kwargs)
-        (given,) = caught
-        return given
+        try:
+            result = twin(*args, **kwargs)
+        except Exception as error:  # whatever the model's code raises on parts that it was not written for
+            raise _Differs from error
+        if len(caught) != 1:
+            raise _Differs("the output projection is not called once")
+        if rank is None:
+            self._check_gradients(caught[0], result, [p for n, p in twin.named_parameters() if n in self.drawn])
+        return caught[0]
+
+    def _check_gradients(self, given: Tensor, result: Any, params: list[Tensor]) -> None:
+        """A gradient is a term of the ranks' sum if, and only if, it comes through what is summed.
+
+        A block sums its hidden states' gradients and those of all its parameters; so none of them may be used after the
+        sum, whose result is a constant here. Of a pair only the projections are a part: nothing else may enter between.
+        """
+        self.output = next((x for x in tree_leaves(result) if isinstance(x, Tensor)), None)
+        replayed = [x for n in self.replayed for x in tree_leaves(self.call.returned[n]) if isinstance(x, Tensor)]
+        hidden = [x for x in tree_leaves(self.call.given()[self.hidden]) if isinstance(x, Tensor)]
+        if self.block.pair and given.requires_grad:
+            raise _Differs("more than the projection before it reaches the second of a pair")
+        if not self.block.pair and self.output is not None and _depends(self.output, [*params, *hidden, *replayed]):
+            raise _Differs("what is whole on every rank is used after the sum")
 
     def _own(self, name: str, value: Tensor, rank: int | None, dim: int | None = None) -> Tensor:
         cut = self.block.cuts.get(name)
@@ -258,7 +374,8 @@ class _Run:
         dim = layout.dim if dim is None else dim
         shape = list(value.shape)
         shape[dim] = layout.local
-        return value.new_zeros(shape).index_copy(dim, torch.tensor(here), value.index_select(dim, torch.tensor(there)))
+        source, target = (torch.tensor(x, dtype=torch.int64) for x in (there, here))
+        return value.new_zeros(shape).index_copy(dim, target, value.index_select(dim, source))
 
     def _project(self, name: str, given: Tensor, x: Tensor) -> Tensor:
         self._check_entering(name, (x,))
@@ -271,19 +388,22 @@ class _Run:
             return self.normed[name][1]
         before, after = (self._own(f"{name}.weight", value, rank, dim=-1) for value in self.normed[name])
         if before.shape != x.shape or not torch.allclose(before, x, **_CLOSE):
-            raise ValueError(f"{name} does not see this rank's heads")
+            raise _Differs(f"{name} does not see this rank's heads")
         return after
 
     def _replay(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._check_entering(name, (args, kwargs))
-        return self.call.returned[name]
+        return tree_map(_copied, self.call.returned[name])
 
     def _check_entering(self, name: str, given: tuple) -> None:
         """What enters a module whose result is drawn must not depend on which part runs."""
         tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
         before = self.entered.setdefault(name, tensors)
-        if not all(a.shape == b.shape and torch.allclose(a, b, **_CLOSE) for a, b in zip(before, tensors, strict=True)):
-            raise ValueError(f"{name} sees what is split")
+        pairs = list(zip(before, tensors, strict=False))
+        if len(before) != len(tensors) or not all(
+            a.shape == b.shape and torch.allclose(a, b, **_CLOSE) for a, b in pairs
+        ):
+            raise _Differs(f"{name} sees what is split")
 
 
 def _has_matrices(module: nn.Module, prefix: str, known: tuple[str, ...]) -> bool:
@@ -303,22 +423,62 @@ def _places(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
     return there, here
 
 
-def _drawn(generator: torch.Generator, same: dict[int, Tensor], value: Any) -> Any:
-    """Random values for a recorded tensor, the same each time; a mask looks back, so that no row is without a key."""
-    if not isinstance(value, Tensor):
-        return value
-    if id(value) not in same:
-        same[id(value)] = _random(generator, value)
-    return same[id(value)]
+def _copied(value: Any) -> Any:
+    """The code may write into what it is given."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _depends(output: Tensor, leaves: list[Tensor]) -> bool:
+    leaves = [x for x in leaves if x.requires_grad]
+    if not leaves or not output.requires_grad:
+        return False
+    grads = torch.autograd.grad(output.sum(), leaves, allow_unused=True, retain_graph=True)
+    return any(grad is not None for grad in grads)
+
+
+def _learned_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a checkpoint holds."""
+    for name, part in module.named_modules():
+        for leaf, buffer in part.named_buffers(recurse=False):
+            if leaf not in part._non_persistent_buffers_set and buffer.is_floating_point():
+                yield f"{name}.{leaf}".lstrip("."), buffer
+
+
+def _prepared(module: nn.Module, training: bool) -> nn.Module:
+    """A copy without weights that drops nothing, and whose attention runs on any device."""
+    twin = _on_meta(module).train(training)
+    for part in twin.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name or name == "p"):
+                setattr(part, name, 0.0)
+        config = vars(part).get("config")
+        if getattr(config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
+            config._attn_implementation = "sdpa"
+    return twin
+
+
+def _draw_call(call: Call, generator: torch.Generator) -> Call:
+    """Random values for a recorded call; what was one tensor has equal values, each of its own."""
+    same: dict[int, Tensor] = {}
+
+    def draw(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in same:
+            same[id(value)] = _random(generator, value)
+        own = same[id(value)].clone()
+        return own.requires_grad_() if own.is_floating_point() else own
+
+    return Call(*(tree_map(draw, part) for part in (call.args, call.kwargs, call.returned)))
 
 
 def _random(generator: torch.Generator, like: Tensor) -> Tensor:
     if like.is_complex():
         return torch.polar(torch.ones(like.shape), torch.randn(like.shape, generator=generator))
     if like.is_floating_point():
-        return torch.randn(like.shape, generator=generator).requires_grad_()
-    if like.dtype == torch.bool:
+        return torch.randn(like.shape, generator=generator)
+    if like.dtype == torch.bool:  # a mask that looks back: no row is without a key
         mask = torch.ones(like.shape, dtype=torch.bool)
         return mask.tril() if like.ndim > 1 else mask
     places = torch.arange(like.numel(), dtype=like.dtype).reshape(like.shape)
-    return places % like.shape[-1] if like.ndim else places.reshape(())
+    return places % min(like.shape) if like.ndim else places

@@ -191,3 +191,124 @@ def test_a_subclass_of_linear_splits_if_it_only_multiplies(splits):
 
 def test_a_layer_without_a_pair_has_none():
     assert pair(models.tiny_model().model.layers[0]) is None
+
+
+# Equal functions of the heads are not enough: every gradient must enter and leave where the block's sums are.
+
+
+class Beside(nn.Module):
+    """`Attention` with something more; ``what`` says what."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what = Attention("one after another"), what
+        self.num_heads, self.head_dim = 4, 8
+        self.qkv_proj, self.out_proj, self.norm = self.inner.qkv_proj, self.inner.out_proj, nn.LayerNorm(32)
+        del self.inner.qkv_proj, self.inner.out_proj
+
+    def forward(self, hidden_states, **_):
+        b, s, _ = hidden_states.shape
+        q, k, v = (
+            x.reshape(b, s, -1, self.head_dim).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1)
+        )
+        if self.what == "mixes heads in training" and self.training:
+            q = q.mean(1, keepdim=True).expand(q.shape)
+        out = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, -1)
+        out = self.out_proj(out)
+        if self.what == "adds its input":
+            out = out + hidden_states
+        return (self.norm(out) if self.what == "norms its sum" else out), None
+
+
+@pytest.mark.parametrize(
+    ("what", "style"),
+    [
+        ("nothing", "block"),
+        ("norms its sum", "whole"),
+        ("adds its input", "whole"),
+        ("mixes heads in training", "whole"),
+    ],
+)
+def test_what_is_used_after_the_sum_keeps_a_block_whole(what, style):
+    plan = make_plan(model_with(Beside(what)), ParallelConfig(dp_shard=1, tp=2, sequence_parallel=False))
+    assert plan["model.layers.0.self_attn"] == style
+
+
+class Gated(Layer):
+    """A pair with a gate from beside it between its projections."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner, nn.functional.gelu)
+        self.gate = nn.Linear(32, 64)
+
+    def forward(self, hidden_states, **kwargs):
+        hidden_states = self.inner(hidden_states, **kwargs)
+        return hidden_states + self.fc2(self.between(self.fc1(hidden_states)) * self.gate(hidden_states).sigmoid())
+
+
+def test_a_pair_with_more_between_stays_whole():
+    model = models.tiny_model(num_hidden_layers=1)
+    model.model.layers[0] = Gated(model.model.layers[0])
+    plan = make_plan(meta_copy(model), ParallelConfig(dp_shard=1, tp=2))
+    assert plan["model.layers.0.fc1"] == plan["model.layers.0.fc2"] == "whole"
+
+
+def test_layers_that_look_alike_are_tried_out_one_by_one():
+    model = models.tiny_model(num_hidden_layers=2)
+    for index, between in enumerate((nn.functional.gelu, lambda x: x.softmax(-1))):
+        model.model.layers[index] = Layer(model.model.layers[index], between)
+    plan = make_plan(meta_copy(model), ParallelConfig(dp_shard=1, tp=2))
+    assert [plan[f"model.layers.{i}.fc1"] for i in range(2)] == ["pair_in", "whole"]
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "phi3", "opt", "bloom", "mpt", "stablelm"])
+def test_a_rank_may_have_no_heads(model_type):
+    """4 heads on 3 ranks: 2, 2 and none."""
+    plan = make_plan(meta_copy(tiny_model(model_type)), ParallelConfig(dp_shard=1, tp=3, sequence_parallel=False))
+    assert "whole" not in plan.values()
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "olmoe", "deepseek_v2", "deepseek_v32", "cohere2_moe", "bitnet"])
+def test_all_layers_of_a_family_are_blocks(model_type):
+    plan = make_plan(meta_copy(tiny_model(model_type)), ParallelConfig(dp_shard=1, tp=2, sequence_parallel=False))
+    assert "whole" not in plan.values()
+
+
+class Shifting(nn.Module):
+    """Shifts the sequence by one before the child it holds (a layer's or a wrapper's own code)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states, **kwargs):
+        return self.inner(nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1], **kwargs)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_code_that_mixes_positions_does_not_run_on_shards(sequence_parallel):
+    config = ParallelConfig(dp_shard=1, tp=2, sequence_parallel=sequence_parallel)
+    model = models.tiny_model(num_hidden_layers=1)
+    model.model.layers[0].mlp = Shifting(model.model.layers[0].mlp)
+    plan = make_plan(meta_copy(model), config)
+    assert plan.get("model.layers.0.mlp") == ("whole" if sequence_parallel else None)
+    model.model.layers[0] = Shifting(model.model.layers[0])
+    if sequence_parallel:
+        with pytest.raises(ValueError, match="mixes positions outside its blocks; set sequence_parallel to false"):
+            make_plan(meta_copy(model), config)
+
+
+# Stock models whose code does one of these things; the bar is every gradient.
+ODD_ONES = {
+    "opt with a learned activation": ("opt", dict(activation_function="xielu")),
+    "xglm with a learned activation": ("xglm", dict(activation_function="xielu")),
+    "bloom with its norm's output as residual": ("bloom", dict(apply_residual_connection_post_layernorm=True)),
+    "bloom that slices weights itself": ("bloom", dict(pretraining_tp=2, slow_but_exact=True)),
+}
+
+
+@pytest.mark.parametrize("case", ODD_ONES)
+def test_gradients_of_stock_models_with_odd_settings(pool, case):
+    model_type, changes = ODD_ONES[case]
+    result = pool.run(2, jobs_families.outcome, model_type, sweep.config_of((1, 1, 2), False), **changes)[0]
+    assert result.get("ok"), result
