@@ -139,3 +139,28 @@ def reference_failure(model_type: str) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
     return None
+
+
+ROUTED = dict(output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+def balance(model_type: str, config: dict, batch: dict) -> dict:
+    """Loss and whole gradients of a mixture of experts with its routers' balance loss."""
+    model = _routed(model_type, config)
+    loss = model.forward_backward(rows_of_rank(batch, model.mesh)).item()
+    return {"loss": loss, "grads": dict(model.full_tensors("grad"))}
+
+
+def balance_refused(model_type: str, config: dict, batch: dict) -> str:
+    """What `forward_backward` says of ``batch``."""
+    model = _routed(model_type, config)
+    try:
+        model.forward_backward(rows_of_rank(batch, model.mesh))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _routed(model_type: str, config: dict):
+    config = meshpar.ParallelConfig(**config, compute_dtype="float32")
+    return meshpar.parallelize_model(tiny_model(model_type, **ROUTED), config)
