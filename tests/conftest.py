@@ -22,4 +22,10 @@ def pool():
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory):
     """A directory to train in (see `make_workspace`); tests write beside it, not into it."""
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
+    return make_workspace(tmp_path_factory.mktemp("workspace"), dropout=0.1)
+
+
+@pytest.fixture(scope="session")
+def no_dropout(tmp_path_factory):
+    """The same workspace, for tests that compare different meshes: dropout draws differ there."""
+    return make_workspace(tmp_path_factory.mktemp("no-dropout"), dropout=0.0)

@@ -72,16 +72,6 @@ def in_one_process(raw: dict) -> list[dict]:
     return done
 
 
-@pytest.fixture(scope="module")
-def no_dropout(workspace, tmp_path_factory):
-    """The same workspace, for tests that compare different meshes: dropout draws differ there."""
-    where = tmp_path_factory.mktemp("no-dropout") / "workspace"
-    shutil.copytree(workspace, where)
-    config = json.loads((where / "model" / "config.json").read_text())
-    (where / "model" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.0}))
-    return where
-
-
 @pytest.mark.parametrize("parallel", [ONE, DP2_TP2, ZBV_TP2, PP2_DP2], ids=["1x1x1", "1x2x2", "2x1x2-ZBV", "2x2x1"])
 def test_losses_and_norms_are_those_of_one_process(pool, no_dropout, tmp_path, parallel):
     raw = recipe(no_dropout, tmp_path, parallel, train__steps=5)

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from tests import models
 
 
-def make_workspace(where: Path) -> Path:
+def make_workspace(where: Path, dropout: float) -> Path:
     """Fill ``where`` with model/ (weights and tokenizer), train.jsonl, eval.jsonl."""
-    models.tiny_model(attention_dropout=0.1).save_pretrained(where / "model")
+    models.tiny_model(attention_dropout=dropout).save_pretrained(where / "model")
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": 3 + i for i in range(90)}}
     words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
