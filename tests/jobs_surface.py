@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import meshpar
 from meshpar.demo import docstring_pairs
@@ -104,3 +105,39 @@ def hybrid_mesh_of_the_caller(sizes: tuple[int, int, int, int], config: dict, ba
         "norm": model.grad_norm().item(),
         "grads": dict(model.full_tensors("grad")),
     }
+
+
+# Models that meshpar must refuse
+
+
+class AddsQueries(LlamaDecoderLayer):
+    """A layer whose own code uses a projection of its attention, of which tp leaves a part."""
+
+    def forward(self, hidden_states, **kwargs):
+        queries = self.self_attn.q_proj(hidden_states)
+        return super().forward(hidden_states, **kwargs) + queries
+
+
+def adds_queries():
+    """A model that runs in one process; no style covers what its second layer does."""
+    model = models.tiny_model()
+    model.model.layers[1].__class__ = AddsQueries
+    return model
+
+
+def shares_a_matrix():
+    """One matrix as the query projection of a layer and the output projection of the next."""
+    model = models.tiny_model()
+    model.model.layers[1].self_attn.o_proj.weight = model.model.layers[0].self_attn.q_proj.weight
+    return model
+
+
+def refusal_of(build, config: dict) -> str:
+    """The message of the error that putting the model on the mesh ends in on this rank."""
+    model = build()
+    models.reference_loss(model, models.make_batch()).backward()
+    try:
+        make(config, source=model)
+    except ValueError as error:
+        return str(error)
+    return "no error"
