@@ -77,9 +77,9 @@ ADAMW = dict(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)
 MAX_NORM = 1.0
 
 
-def adamw_steps(config: dict, batches: list[dict], model_changes: dict | None) -> dict:
-    """A user's training loop on the mesh."""
-    model = make(config, model_changes=model_changes)
+def adamw_steps(config: dict, batches: list[dict], model_changes: dict | None, family="llama", out=None) -> dict:
+    """A user's training loop on the mesh; at its end the model is saved to ``out``, if that is given."""
+    model = make(config, family, model_changes)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses, norms = [], []
     for batch in batches:
@@ -87,12 +87,14 @@ def adamw_steps(config: dict, batches: list[dict], model_changes: dict | None) -
         norms.append(model.clip_grad_norm_(MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
+    if out is not None:
+        model.save_pretrained(out)
     return {"losses": losses, "norms": norms, "params": dict(model.full_tensors("param"))}
 
 
-def adamw_steps_in_one_process(batches: list[dict], model_changes: dict | None) -> dict:
+def adamw_steps_in_one_process(batches: list[dict], model_changes: dict | None, family="llama") -> dict:
     """The same loop on the unmodified model."""
-    model = models.tiny_model(**(model_changes or {}))
+    model = models.tiny_model(family, **(model_changes or {}))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses, norms = [], []
     for batch in batches:

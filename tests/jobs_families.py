@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 import meshpar
+from meshpar.load import meta_copy
+from meshpar.plan import make_plan
 from tests import models
 from tests.jobs import rows_of_rank
 from tests.tiny_families import tiny_model
@@ -139,3 +141,39 @@ def reference_failure(model_type: str) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
     return None
+
+
+def unplanned(types: list[str]) -> dict[str, list[str]]:
+    """This rank's part of ``types``: the parameters whose module is not in the plan for tp=2."""
+    config, missing = meshpar.ParallelConfig(dp_shard=1, tp=2, sequence_parallel=False), {}
+    for model_type in types[dist.get_rank() :: dist.get_world_size()]:
+        model = meta_copy(tiny_model(model_type))
+        plan = make_plan(model, config)
+        names = (n for n, _ in model.named_parameters(remove_duplicate=False))
+        missing[model_type] = [n for n in names if n.rpartition(".")[0] not in plan]
+    return missing
+
+
+ROUTED = dict(output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+def balance(model_type: str, config: dict, batch: dict) -> dict:
+    """Loss and whole gradients of a mixture of experts with its routers' balance loss."""
+    model = _routed(model_type, config)
+    loss = model.forward_backward(rows_of_rank(batch, model.mesh)).item()
+    return {"loss": loss, "grads": dict(model.full_tensors("grad"))}
+
+
+def balance_refused(model_type: str, config: dict, batch: dict) -> str:
+    """What `forward_backward` says of ``batch``."""
+    model = _routed(model_type, config)
+    try:
+        model.forward_backward(rows_of_rank(batch, model.mesh))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _routed(model_type: str, config: dict):
+    config = meshpar.ParallelConfig(**config, compute_dtype="float32")
+    return meshpar.parallelize_model(tiny_model(model_type, **ROUTED), config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from meshpar import checkpoint
 from meshpar.grads import local
+from meshpar.model import ParallelModel
 from meshpar.recipe import parse_recipe
 from meshpar.train import loop
 from meshpar.train.data import GlobalBatches, Row
@@ -197,3 +199,20 @@ def rows_seen(directory: str, first: int, count: int, config: dict) -> list[int]
     if not first:
         checkpoint.save(directory, model, optimizer, {"step": count, "data": batches.state_dict()})
     return seen
+
+
+def ids_fed(raw: dict) -> list[tuple[int, int, str]]:
+    """Training by a recipe: this rank's dp coordinate, and rows and a hash of what each step gives the model."""
+    fed, forward_backward = [], ParallelModel.forward_backward
+
+    def recorded(model, batch):
+        ids = torch.cat([piece["input_ids"] for piece in batch])
+        fed.append((model.mesh["dp"].get_local_rank(), len(ids), hashlib.sha256(ids.numpy().tobytes()).hexdigest()))
+        return forward_backward(model, batch)
+
+    ParallelModel.forward_backward = recorded
+    try:
+        loop.run(parse_recipe(raw))
+    finally:
+        ParallelModel.forward_backward = forward_backward
+    return fed

@@ -120,7 +120,7 @@ def test_clip_norm_is_over_the_whole_mesh(pool, folders, config):
 def left_padded_batch() -> dict:
     batch = whole_batch(2, 12, 3)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    batch["attention_mask"][0, :5] = 0
+    batch["attention_mask"][0, :5] = batch["input_ids"][0, :5] = 0
     batch["labels"][0, :5] = -100
     return batch
 
@@ -135,7 +135,8 @@ def test_every_stage_sees_the_attention_mask(pool, folders, config):
     batch = left_padded_batch()
     without = {k: v for k, v in batch.items() if k != "attention_mask"}
     [masked], [unmasked] = (models.reference(folders.model(), b)[0] for b in (batch, without))
-    assert abs(masked - unmasked) > 0.1, "the batch would not show a lost mask"
+    assert masked == pytest.approx(4.8304, abs=5e-5)
+    assert unmasked == pytest.approx(4.9415, abs=5e-5), "a lost mask shows"
     assert_close(pool, folders, config, batch)
     rows = [{k: v[i : i + 1] for k, v in batch.items()} for i in range(2)]
     want = [models.reference_loss(folders.model(), row).item() for row in rows]

@@ -175,11 +175,13 @@ def test_stage_layers_must_add_up_to_the_model():
 
 @pytest.mark.parametrize(("pp", "microbatches", "working"), [(2, 1, "2"), (4, 2, "4")])
 def test_fewer_microbatches_than_stages_are_refused_for_1f1b(pp, microbatches, working):
+    """T11A: torch's own schedule raises or hangs."""
     with pytest.raises(ConfigError, match=rf"microbatches={microbatches} is fewer than the {pp} stages.*: {working}\."):
         ParallelConfig(pp=pp, microbatches=microbatches)
 
 
 def test_microbatches_that_make_no_whole_rounds_name_both_neighbours():
+    """T11A."""
     with pytest.raises(ConfigError, match=r"microbatches=9 .*2 rounds.*: 8 or 10\."):
         ParallelConfig(pp=4, schedule="Interleaved1F1B", virtual_stages=2, microbatches=9)
 
@@ -244,6 +246,7 @@ def torch_schedule_steps(schedule, virtual, counts):
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_microbatches_accepted_are_those_torch_runs_with_right_gradients(pool, schedule, pp):
+    """T11A: interleaved schedules may run fewer than pp."""
     virtual = SCHEDULES[schedule].least_virtual
     config = ParallelConfig(pp=pp, dp_shard=1, schedule=schedule, virtual_stages=virtual)
     counts = list(range(1, 3 * pp + 1))

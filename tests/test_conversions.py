@@ -24,6 +24,7 @@ from tests.weight_files import reloaded, saved
 TYPES = [
     *("mixtral", "deepseek_v3", "minimax", "qwen3_moe", "nemotron_h", "bailing_hybrid", "olmo_hybrid", "hrm_text"),
     *("lara_mini", "sarvam_moe", "inkling2_text", "gpt_neox", "exaone", "granitemoe", "qwen3_5_moe_text"),
+    *("qwen2_moe", "olmoe", "deepseek_v2", "gpt_oss", "phimoe", "glm4_moe", "ernie4_5_moe"),
 ]
 
 

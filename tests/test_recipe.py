@@ -109,6 +109,7 @@ def test_dumped_recipe_reads_back_equal(tmp_path, recipe_file, text):
     ],
 )
 def test_unknown_key_is_named_with_the_nearest_right_one(recipe_file, override, key, near):
+    """T36A."""
     (line,) = problems(recipe_file, override)
     assert line.startswith(f"{key} is not a key; did you mean ")
     assert near in line

@@ -2,10 +2,7 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,7 @@ import torch
 import yaml
 from accelerate import init_empty_weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshpar.cli import main
 from meshpar.config import ConfigError
@@ -26,52 +21,16 @@ from meshpar.train.optim import lr_factor, make_optimizer, make_schedule
 from meshpar.train.trackers import check_trackers
 from tests import jobs_train as jobs
 from tests import models
+from tests.workspace import recipe, run_python
 
 ONE, DP2, PP2 = {"dp_shard": 1}, {"dp_shard": 2}, {"dp_shard": 1, "pp": 2}
 DP2_TP2 = {"dp_shard": 2, "tp": 2}
+PP2_TP2 = {"dp_shard": 1, "pp": 2, "tp": 2}
 ZBV_TP2 = {"dp_shard": 1, "pp": 2, "tp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}
 PP2_DP2 = {"dp_shard": 2, "pp": 2}
 STEP_KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes", "mfu",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    """A directory with model/ (weights and tokenizer), train.jsonl, eval.jsonl."""
-    where = tmp_path_factory.mktemp("workspace")
-    models.tiny_model(attention_dropout=0.1).save_pretrained(where / "model")
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": 3 + i for i in range(90)}}
-    words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
-    tokenizer.save_pretrained(where / "model")
-    for name, count, first in (("train", 24, 0), ("eval", 5, 40)):
-        lines = [
-            {"prompt": f"w{i} w{i + 1} ", "response": " ".join(f"w{(i * j) % 90}" for j in range(1, 4 + i % 13))}
-            for i in range(first, first + count)
-        ]
-        (where / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return where
-
-
-def recipe(workspace: Path, out: Path, parallel: dict, **changes) -> dict:
-    """Six steps of four packed rows; ``changes``: section__key=value."""
-    raw = {
-        "model": {"path": str(workspace / "model")},
-        "parallel": {"compute_dtype": "float32", **parallel},
-        "data": {"path": str(workspace / "train.jsonl"), "format": "instruct", "seq_len": 32},
-        "batch": {"global_size": 4},
-        "optim": {"lr": 0.01, "eps": 1e-5, "warmup_steps": 2},
-        "train": {"steps": 6},
-        "checkpoint": {"async": False},
-        "log": {},
-        "output_dir": str(out),
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        raw[section][name] = value
-    return raw
 
 
 def train(pool, raw: dict) -> list[list[str]]:
@@ -113,16 +72,6 @@ def in_one_process(raw: dict) -> list[dict]:
     return done
 
 
-@pytest.fixture(scope="module")
-def no_dropout(workspace, tmp_path_factory):
-    """The same workspace, for tests that compare different meshes: dropout draws differ there."""
-    where = tmp_path_factory.mktemp("no-dropout") / "workspace"
-    shutil.copytree(workspace, where)
-    config = json.loads((where / "model" / "config.json").read_text())
-    (where / "model" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.0}))
-    return where
-
-
 @pytest.mark.parametrize("parallel", [ONE, DP2_TP2, ZBV_TP2, PP2_DP2], ids=["1x1x1", "1x2x2", "2x1x2-ZBV", "2x2x1"])
 def test_losses_and_norms_are_those_of_one_process(pool, no_dropout, tmp_path, parallel):
     raw = recipe(no_dropout, tmp_path, parallel, train__steps=5)
@@ -138,6 +87,20 @@ def test_several_schedule_steps_a_batch_give_the_same_losses(pool, no_dropout, t
         train(pool, raw)
     for one, several in zip(numbers(tmp_path / "one"), numbers(tmp_path / "several"), strict=True):
         assert one == pytest.approx(several, rel=1e-5)
+
+
+@pytest.mark.parametrize("parallel", [DP2_TP2, PP2_TP2], ids=["1x2x2", "2x1x2"])
+def test_what_a_rank_is_fed_depends_on_its_dp_coordinate_alone(pool, no_dropout, tmp_path, parallel):
+    """T33A: a loader that splits by world rank gives tp peers and stages different batches."""
+    raw, dp = recipe(no_dropout, tmp_path, parallel, train__steps=4), parallel["dp_shard"]
+    results = pool.run(4, jobs.ids_fed, raw)
+    for step in zip(*results, strict=True):
+        fed = {coordinate: (rows, digest) for coordinate, rows, digest in step}
+        assert sorted(fed) == list(range(dp))
+        assert all(fed[coordinate] == (rows, digest) for coordinate, rows, digest in step)
+        assert len({digest for _, digest in fed.values()}) == dp
+        assert sum(rows for rows, _ in fed.values()) == raw["batch"]["global_size"]
+    assert len({digest for fed in results for _, _, digest in fed}) == 4 * dp
 
 
 # Resume
@@ -286,16 +249,6 @@ def test_flops_per_token_are_the_published_ones(sizes, gigaflops):
 # The command
 
 
-def environment() -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def run_python(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
-
-
 def test_train_and_export_commands(workspace, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(workspace, tmp_path / "run", PP2)))
@@ -317,30 +270,3 @@ def test_verify_command(workspace, tmp_path):
     done = run_python("-m", "meshpar", "verify", str(file), "parallel.compute_dtype=bfloat16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal to one process: LlamaForCausalLM on pp=2 x dp=1 x tp=1, 1F1B" in done.stdout
-
-
-BROKEN_DATA = """
-import os, sys
-from meshpar.cli import main
-from meshpar.train.data import GlobalBatches
-
-take = GlobalBatches.next
-
-def next_or_raise(batches, *place):
-    if os.environ["RANK"] == "1" and batches.rows_seen > 0:
-        raise ValueError("row 5 is broken")
-    return take(batches, *place)
-
-GlobalBatches.next = next_or_raise
-sys.exit(main(["train", sys.argv[1]]))
-"""
-
-
-def test_an_exception_on_one_rank_ends_all_with_its_message(workspace, tmp_path):  # T14C
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(workspace, tmp_path / "run", PP2)))
-    (tmp_path / "script.py").write_text(BROKEN_DATA)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run_python(*torchrun, str(tmp_path / "script.py"), str(tmp_path / "recipe.yaml"))
-    assert done.returncode != 0
-    messages = [line for line in done.stderr.splitlines() if line.startswith("meshpar: ")]
-    assert messages == ["meshpar: error on rank 1 (pp=1, dp=0, tp=0): ValueError: row 5 is broken"]

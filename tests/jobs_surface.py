@@ -1,0 +1,143 @@
+"""What the workers run for the tests of the public surface and of what is refused."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import meshpar
+from meshpar.demo import docstring_pairs
+from tests import models
+from tests.jobs import make, rows_of_rank
+
+
+def demo_pairs() -> list[dict[str, str]]:
+    """The demo's instruction pairs, in a process whose strings hash as no other's do."""
+    return list(docstring_pairs())
+
+
+def call_of_a_pipeline(config: dict, batch: dict) -> list[str]:
+    """What a model with pp > 1 says when it is called, with labels and without."""
+    model, messages = make(config), []
+    for inputs in (batch, {"input_ids": batch["input_ids"]}):
+        try:
+            model(**inputs)
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def of_accelerate(sizes: dict, batch: dict) -> dict:
+    """A step by an accelerate config, and one by the `ParallelConfig` of the same sizes."""
+    results = {}
+    for name, config in (
+        ("accelerate", ParallelismConfig(**{f"{k}_size": v for k, v in sizes.items()})),
+        ("meshpar", meshpar.ParallelConfig(**sizes)),
+    ):
+        model = meshpar.parallelize_model(models.tiny_model(), config)
+        loss = model.forward_backward(rows_of_rank(batch, model.mesh)).item()
+        results[name] = (loss, model.grad_norm().item(), model.mesh.mesh_dim_names, tuple(model.mesh.shape))
+    return results
+
+
+def by_default(batch: dict) -> dict:
+    """A model without a config."""
+    model = meshpar.parallelize_model(models.tiny_model())
+    losses = [model.eval_loss(rows_of_rank(batch, model.mesh)).item()]
+    return {"config": model.parallel_config, "shape": tuple(model.mesh.shape), "losses": losses}
+
+
+def stored_as(config: dict, dtype) -> dict:
+    """Dtypes of parameters, gradients and moments with ``dtype=``, and the whole weights."""
+    given = None if config is None else meshpar.ParallelConfig(**config)
+    model = meshpar.parallelize_model(models.tiny_model(), given, dtype=dtype)
+    weights = dict(model.full_tensors())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.forward_backward(rows_of_rank(models.make_batch(), model.mesh))
+    optimizer.step()
+    return {
+        "weights": weights,
+        "parameters": {p.dtype for p in model.parameters()},
+        "gradients": {p.grad.dtype for p in model.parameters()},
+        "moments": {state["exp_avg"].dtype for state in optimizer.state.values()},
+        "config": model.parallel_config.param_dtype,
+    }
+
+
+def without_torchrun(batch: dict, started: bool) -> dict:
+    """A step in a process that nobody made a group for, or that called `init_distributed` itself."""
+    dist.destroy_process_group()
+    assert not {"RANK", "WORLD_SIZE"} & set(os.environ), "as outside torchrun"
+    device = meshpar.init_distributed(timeout=20) if started else None
+    again = meshpar.init_distributed() if started else None
+    model = meshpar.parallelize_model(models.tiny_model(), meshpar.ParallelConfig(compute_dtype="float32"))
+    return {
+        "devices": (device, again),
+        "world": (dist.get_world_size(), dist.get_rank(), dist.get_backend()),
+        "loss": model.forward_backward(batch).item(),
+    }
+
+
+def full_tensors_of(what: str) -> str:
+    """What `full_tensors` says, before anything is iterated over."""
+    try:
+        make(dict(dp_shard=1)).full_tensors(what)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def hybrid_mesh_of_the_caller(sizes: tuple[int, int, int, int], config: dict, batch: dict) -> dict:
+    """Gradients on a caller's mesh of pp x dp_replicate x dp_shard x tp."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+    model = meshpar.parallelize_model(models.tiny_model(), meshpar.ParallelConfig(**config), mesh=mesh)
+    parallel = model.parallel_config
+    return {
+        "same": model.mesh is mesh,
+        "sizes": (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.tp),
+        "dp": (mesh["dp"].size(), mesh["dp"].get_local_rank()),
+        "loss": model.forward_backward(rows_of_rank(batch, mesh)).item(),
+        "norm": model.grad_norm().item(),
+        "grads": dict(model.full_tensors("grad")),
+    }
+
+
+# Models that meshpar must refuse
+
+
+class AddsQueries(LlamaDecoderLayer):
+    """A layer whose own code uses a projection of its attention, of which tp leaves a part."""
+
+    def forward(self, hidden_states, **kwargs):
+        queries = self.self_attn.q_proj(hidden_states)
+        return super().forward(hidden_states, **kwargs) + queries
+
+
+def adds_queries():
+    """A model that runs in one process; no style covers what its second layer does."""
+    model = models.tiny_model()
+    model.model.layers[1].__class__ = AddsQueries
+    return model
+
+
+def shares_a_matrix():
+    """One matrix as the query projection of a layer and the output projection of the next."""
+    model = models.tiny_model()
+    model.model.layers[1].self_attn.o_proj.weight = model.model.layers[0].self_attn.q_proj.weight
+    return model
+
+
+def refusal_of(build, config: dict) -> str:
+    """The message of the error that putting the model on the mesh ends in on this rank."""
+    model = build()
+    models.reference_loss(model, models.make_batch()).backward()
+    try:
+        make(config, source=model)
+    except ValueError as error:
+        return str(error)
+    return "no error"

@@ -1,0 +1,78 @@
+"""The public surface: what may be given to `parallelize_model`, and what its model does and refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import jobs_surface as jobs
+from tests import models
+from tests.bug_models import assert_gradients_close
+from tests.test_parity import mesh_config
+
+
+def test_calling_a_pipeline_names_forward_backward(pool):
+    for messages in pool.run(2, jobs.call_of_a_pipeline, mesh_config(2, 1, 1), models.make_batch()):
+        assert len(messages) == 2
+        assert all("use forward_backward(batch) to train" in message for message in messages)
+
+
+def test_an_accelerate_config_gives_the_model_of_the_same_sizes(pool):
+    for result in pool.run(4, jobs.of_accelerate, dict(dp_shard=2, tp=2), models.make_batch(kind="ragged")):
+        assert result["accelerate"] == result["meshpar"]
+        assert result["accelerate"][2:] == (("pp", "dp", "tp"), (1, 2, 2))
+
+
+def test_without_a_config_all_ranks_are_shards(pool):
+    batch = models.make_batch(kind="ragged")
+    want = models.reference_loss(models.tiny_model(), batch).item()
+    for result in pool.run(2, jobs.by_default, batch):
+        assert result["shape"] == (1, 2, 1)
+        assert (result["config"].dp_shard, result["config"].compute_dtype) == (2, "bfloat16")
+        assert result["losses"] == pytest.approx([want], rel=2e-2)  # bfloat16 keeps 8 bits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [(torch.bfloat16, None), ("bfloat16", dict(tp=2)), (torch.float32, dict(tp=2, param_dtype="bfloat16"))],
+    ids=str,
+)
+def test_dtype_is_what_parameters_are_stored_in(pool, dtype, config):
+    """It goes before the config's param_dtype."""
+    stored = getattr(torch, str(dtype).removeprefix("torch."))
+    results = pool.run(2, jobs.stored_as, config, dtype)
+    for result in results:
+        assert result["parameters"] == result["gradients"] == result["moments"] == {stored}
+        assert result["config"] == str(stored).removeprefix("torch.")
+    for name, p in models.tiny_model().named_parameters():
+        assert torch.equal(results[0]["weights"][name], p.to(stored))
+
+
+@pytest.mark.parametrize("started", [True, False], ids=["init_distributed", "by-parallelize_model"])
+def test_without_torchrun_the_world_is_this_process(pool, started):
+    batch = models.make_batch(kind="ragged")
+    [result] = pool.run(1, jobs.without_torchrun, batch, started)
+    assert result["world"] == (1, 0, "gloo")
+    assert result["devices"] == ((torch.device("cpu"),) * 2 if started else (None, None))
+    want = models.reference_loss(models.tiny_model(), batch).item()
+    assert result["loss"] == pytest.approx(want, abs=1e-6)
+
+
+def test_full_tensors_of_something_else_are_refused(pool):
+    [message] = pool.run(1, jobs.full_tensors_of, "x")
+    assert message == 'full_tensors takes "param" or "grad", not \'x\''
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (2, 2, 1, 1), (1, 2, 1, 2)], ids=str)
+def test_a_callers_mesh_may_have_replicas(pool, sizes):
+    batch, config = models.make_batch(kind="ragged"), dict(compute_dtype="float32", microbatches=2)
+    losses, grads = models.reference(models.tiny_model(), batch)
+    results = pool.run(4, jobs.hybrid_mesh_of_the_caller, sizes, config, batch)
+    for rank, result in enumerate(results):
+        dp = sizes[1] * sizes[2]
+        assert result["same"]
+        assert result["sizes"] == sizes
+        assert result["dp"] == (dp, rank // sizes[3] % dp)
+        assert result["loss"] == pytest.approx(losses[0], abs=1e-6)
+        assert result["norm"] == pytest.approx(models.global_norm(grads), rel=1e-5)
+    assert_gradients_close(results[0]["grads"], grads)
