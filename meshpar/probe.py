@@ -1,7 +1,7 @@
 """A forward of shapes only, at construction: does the model's own code run on what the plan leaves it?
 
-A module that uses a sharded neighbour's output in a way that no style covers shows here as shapes that do not fit,
-before weights are read. Nothing is computed and nothing is sent.
+A module that uses a sharded neighbour's output in a way that no style covers shows here as shapes that do not fit, or
+as a split projection that runs outside of its block, before weights are read. Nothing is computed and nothing is sent.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ from .styles import TensorParallel, map_hidden
 def check_shapes(model: PreTrainedModel, unmodified: PreTrainedModel, plan: Plan, tp: TensorParallel) -> None:
     """Run ``model``, its styles applied, on one row without data; does nothing at tp=1.
 
-    Raises ValueError where shapes do not fit.
+    Raises ValueError where shapes do not fit, and where a part of a projection would be taken for the whole.
     """
     if tp.size == 1 or any(isinstance(style, ParallelStyle) for style in plan.values()):  # a caller's, with DTensors
         return
     tp.seq_len = 2 * tp.size
     twin = meta_copy(model)  # a forward may leave tensors on the module, as CTRL's does, and here they have no data
     with _sequence_shards(twin, plan, tp):
+        outside = _split_outside(twin, plan)
         failure = _failure(twin, tp.seq_len)
+    if outside:
+        block = plan.block_of(outside[0])
+        raise ValueError(
+            f"{type(model).__name__}'s code uses {outside[0]} outside of {block}, where tp={tp.size} leaves a part of "
+            f'it; set tp to 1, or keep the block whole with plan={{"{block}.*": "replicate"}}'
+        )
     # What stops the unmodified model too is not of the plan's making: code that cannot run without values.
     if failure is not None and str(failure) != str(_failure(unmodified, tp.seq_len)):
         raise ValueError(_message(model, tp, failure)) from failure
@@ -44,6 +51,26 @@ def _failure(model: PreTrainedModel, seq_len: int) -> Exception | None:
     except Exception as error:  # whatever the model's code raises on parts that it was not written for
         return error
     return None
+
+
+def _split_outside(model: nn.Module, plan: Plan) -> list[str]:
+    """A list that a forward fills with the split modules it runs outside of their blocks: a sum or mean over such an
+    output fits in shape, and is wrong."""
+    running: set[str] = set()
+    outside: list[str] = []
+    for name, module in model.named_modules():
+        block = plan.block_of(name)
+        if block == name:
+            module.register_forward_pre_hook(lambda *_, block=name: running.add(block))
+            module.register_forward_hook(lambda *_, block=name: running.discard(block), always_call=True)
+        elif block is not None and plan.get(name, "replicate") != "replicate":
+
+            def note(*_: object, name: str = name, block: str = block) -> None:
+                if block not in running:
+                    outside.append(name)
+
+            module.register_forward_pre_hook(note)
+    return outside
 
 
 def _message(model: PreTrainedModel, tp: TensorParallel, error: Exception) -> str:
