@@ -1,7 +1,7 @@
 """A forward of shapes only, at construction: does the model's own code run on what the plan leaves it?
 
-A module that uses a sharded neighbour's output in a way that no style covers shows here as shapes that do not fit,
-before weights are read. Nothing is computed and nothing is sent.
+A module that uses a sharded neighbour's output in a way that no style covers shows here as shapes that do not fit, or
+as a split projection that runs outside of its block, before weights are read. Nothing is computed and nothing is sent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ from .styles import TensorParallel, map_hidden
 def check_shapes(model: PreTrainedModel, unmodified: PreTrainedModel, plan: Plan, tp: TensorParallel) -> None:
     """Run ``model``, its styles applied, on one row without data; does nothing at tp=1.
 
-    Raises ValueError where shapes do not fit.
+    Raises ValueError where shapes do not fit, and where a part of a projection would be taken for the whole.
     """
     if tp.size == 1 or any(isinstance(style, ParallelStyle) for style in plan.values()):  # a caller's, with DTensors
         return
     tp.rows, tp.seq_len = 1, 2 * tp.size
     twin = meta_copy(model)  # a forward may leave tensors on the module, as CTRL's does, and here they have no data
     with _sequence_shards(twin, plan, tp):
+        outside = _split_outside(twin, plan)
         failure = _failure(twin, tp.seq_len)
+    if outside:
+        block = plan.block_of(outside[0])
+        raise ValueError(
+            f"{type(model).__name__}'s code uses {outside[0]} outside of {block}, where tp={tp.size} leaves a part of "
+            f'it; set tp to 1, or keep the block whole with plan={{"{block}.*": "replicate"}}'
+        )
     if failure is None:
         return
     # What stops the unmodified model too is not of the plan's making: code that cannot run without values.
@@ -69,6 +76,26 @@ def _names_of_running(model: nn.Module, running: list[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _split_outside(model: nn.Module, plan: Plan) -> list[str]:
+    """A list that a forward fills with the split modules it runs outside of their blocks: a sum or mean over such an
+    output fits in shape, and is wrong."""
+    running: set[str] = set()
+    outside: list[str] = []
+    for name, module in model.named_modules():
+        block = plan.block_of(name)
+        if block == name:
+            module.register_forward_pre_hook(lambda *_, block=name: running.add(block))
+            module.register_forward_hook(lambda *_, block=name: running.discard(block), always_call=True)
+        elif block is not None and plan.get(name, "replicate") != "replicate":
+
+            def note(*_: object, name: str = name, block: str = block) -> None:
+                if block not in running:
+                    outside.append(name)
+
+            module.register_forward_pre_hook(note)
+    return outside
 
 
 def _message(model: PreTrainedModel, tp: TensorParallel, failure: _Failure) -> str:

@@ -116,9 +116,9 @@ class Block:
     cuts: dict[str, Cut | Groups | OnFirst] = field(default_factory=dict)
     heads: tuple[int, int] | None = None  # query heads and kv heads
     out: str = ""  # its rowwise projection
-    whole: set[str] = field(default_factory=set)  # the block's own parameters that every rank holds whole
+    whole: list[str] = field(default_factory=list)  # the block's own parameters that every rank holds whole
     by_head: dict[int | str, int] = field(default_factory=dict)
-    inside: set[int | str] = field(default_factory=set)
+    inside: tuple[int | str, ...] = ()
     pair: bool = False  # two projections in a layer's own code
     narrow: bool = False
     counts: dict[str, tuple[Units, ...]] = field(default_factory=dict)  # attributes that count what is cut
@@ -559,7 +559,7 @@ def _mixture(block: nn.Module) -> Block | None:
             found.cuts |= {f"{name}.{n}": cut for n, cut in shared.cuts.items()}
     for name, param in block.named_parameters(recurse=False):
         if name in ("expert_bias", "e_score_correction_bias") and param.ndim == 1:
-            found.whole.add(name)
+            found.whole.append(name)
     return found
 
 

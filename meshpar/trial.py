@@ -303,17 +303,17 @@ class _Run:
         self.entered: dict[str, list[Tensor]] = {}
         self.normed: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def inside(self, heads: Tensor) -> set[int | str]:
+    def inside(self, heads: Tensor) -> tuple[int | str, ...]:
         """Arguments beside the hidden states that ``heads``, which the whole run gave, was computed from."""
-        found = set()
+        found: list[int | str] = []
         for key, value in self.call.given().items():
             leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad]
             if key != self.hidden and _depends(heads, leaves):
-                found.add(key)
+                found.append(key)
         after = [x for key in found for x in tree_leaves(self.call.given()[key]) if isinstance(x, Tensor)]
         if self.output is not None and _depends(self.output, after):
             raise _Differs("an argument is used before the sum and after it")
-        return found
+        return tuple(found)
 
     def __call__(self, rank: int | None) -> Tensor:
         """What reaches the output projection of the whole module, or of ``rank``'s part."""
@@ -379,7 +379,8 @@ class _Run:
 
     def _project(self, name: str, given: Tensor, x: Tensor) -> Tensor:
         self._check_entering(name, (x,))
-        return given.reshape(*x.shape[:-1], given.shape[-1])
+        given = given.reshape(*x.shape[:-1], given.shape[-1])
+        return given if self.block.pair else given + 0 * x.sum()  # computed from x, as far as autograd can see
 
     def _norm(self, name: str, forward: Callable, rank: int | None, x: Tensor) -> Tensor:
         """A norm over all heads, whose ranks add their statistics up: each gets its part of what the whole gives."""

@@ -110,18 +110,32 @@ def hybrid_mesh_of_the_caller(sizes: tuple[int, int, int, int], config: dict, ba
 # Models that meshpar must refuse
 
 
+class AddsWeights(LlamaDecoderLayer):
+    """A layer whose own code uses a weight of its attention, of which tp leaves a part."""
+
+    def forward(self, hidden_states, **kwargs):
+        return super().forward(hidden_states, **kwargs) + self.self_attn.q_proj.weight.mean(1)
+
+
 class AddsQueries(LlamaDecoderLayer):
-    """A layer whose own code uses a projection of its attention, of which tp leaves a part."""
+    """The same of a projection, as a mean, which fits whatever it is taken over."""
 
     def forward(self, hidden_states, **kwargs):
         queries = self.self_attn.q_proj(hidden_states)
-        return super().forward(hidden_states, **kwargs) + queries
+        return super().forward(hidden_states, **kwargs) + queries.mean(-1, keepdim=True)
+
+
+def adds_weights():
+    return _with_second_layer(AddsWeights)
 
 
 def adds_queries():
-    """A model that runs in one process; no style covers what its second layer does."""
+    return _with_second_layer(AddsQueries)
+
+
+def _with_second_layer(kind: type):
     model = models.tiny_model()
-    model.model.layers[1].__class__ = AddsQueries
+    model.model.layers[1].__class__ = kind
     return model
 
 
@@ -132,12 +146,13 @@ def shares_a_matrix():
     return model
 
 
-def refusal_of(build, config: dict) -> str:
-    """The message of the error that putting the model on the mesh ends in on this rank."""
-    model = build()
-    models.reference_loss(model, models.make_batch()).backward()
+def refusal_of(build, config: dict, plan="auto") -> str:
+    """The message of the error that putting the model on the mesh ends in on this rank, or the loss's error."""
+    source, batch = build(), models.make_batch()
+    want = models.reference_loss(source, batch).item()
     try:
-        make(config, source=model)
+        model = make(config, source=source, plan=plan)
     except ValueError as error:
         return str(error)
-    return "no error"
+    off = abs(model.forward_backward(rows_of_rank(batch, model.mesh)).item() - want)
+    return "no error" if off <= 1e-6 else f"off by {off}"

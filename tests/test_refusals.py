@@ -99,14 +99,24 @@ def test_a_matrix_that_modules_share_and_tp_would_split_in_two_ways_is_refused(p
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (mesh(1, 1, 2), "does not run on a shard of the sequence"),
-        (mesh(1, 1, 2, sequence_parallel=False), "code does not run on the parts that tp=2 leaves"),
-        (mesh(1, 2, 1), "no error"),
+        (mesh(1, 1, 2), ["code between its tensor-parallel blocks does not run on a shard of the sequence", "[16]"]),
+        (mesh(1, 1, 2, sequence_parallel=False), ["code does not run on the parts that tp=2 leaves", "[16]"]),
+        (mesh(1, 2, 1), ["no error"]),
     ],
     ids=["sp", "tp", "dp"],
 )
-def test_code_that_uses_a_part_as_if_it_were_whole_is_refused(pool, config, words):
-    """The shape probe: a residual of [batch, seq, 32] plus queries of [batch, seq, 16]."""
-    for message in pool.run(world(config), jobs.refusal_of, jobs.adds_queries, config):
-        assert words in message
-        assert words == "no error" or "16]" in message
+def test_code_that_does_not_run_on_a_part_is_refused(pool, config, words):
+    """The shape probe: a residual of [batch, seq, 32] plus a weight's mean of [16]."""
+    for message in pool.run(world(config), jobs.refusal_of, jobs.adds_weights, config):
+        assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", ""])
+def test_code_that_would_take_a_part_for_the_whole_is_refused(pool, sp):
+    """The mean over a rank's own queries fits the residual like the mean over all of them."""
+    config, block = mesh(1, 1, 2, sequence_parallel=sp), "model.layers.1.self_attn"
+    for message in pool.run(2, jobs.refusal_of, jobs.adds_queries, config):
+        assert f"code uses {block}.q_proj outside of {block}, where tp=2 leaves a part of it" in message
+        assert f'plan={{"{block}.*": "replicate"}}' in message
+    kept = {f"{block}.*": "replicate"}
+    assert pool.run(2, jobs.refusal_of, jobs.adds_queries, config, kept) == ["no error"] * 2
