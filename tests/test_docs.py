@@ -13,8 +13,13 @@ import torch
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
+from meshpar import ParallelConfig
+from meshpar.load import meta_copy
+from meshpar.plan import make_plan
 from meshpar.recipe import Recipe
-from tests import models
+from tests import jobs_families, models, sweep
+from tests.test_families import cut_in_two
+from tests.tiny_families import tiny_model
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -140,3 +145,26 @@ def run_example(code: str, names: dict | None = None) -> str:
     with contextlib.redirect_stdout(printed):
         exec(code, {"__name__": "__main__", **(names or {})})
     return printed.getvalue()
+
+
+def refused_by(build) -> str:
+    with pytest.raises(ValueError, match=".") as refused:
+        build()
+    return str(refused.value)
+
+
+def plan_with(model, overrides="auto", **sizes):
+    return make_plan(meta_copy(model), ParallelConfig(**{"dp_shard": 1, "tp": 2, **sizes}), overrides)
+
+
+def test_the_refusals_of_a_plan_read_as_documented(pool):
+    lines = next(text for text in blocks(ROOT / "docs" / "adding-a-plan.md", "text") if "matches no module" in text)
+    documented = [line.removeprefix("ValueError: ") for line in lines.splitlines()]
+    llama, balanced = models.tiny_model(), tiny_model("mixtral", output_router_logits=True)
+    assert documented == [
+        refused_by(lambda: plan_with(llama, {"model.layer.*.mlp.up_proj": "replicate"})),
+        refused_by(lambda: plan_with(llama, {"model.layers.0.mlp.up_proj": "replicate"})),
+        pool.run(2, jobs_families.outcome, "gpt2", sweep.config_of(sweep.TP))[0]["refused"],
+        refused_by(lambda: plan_with(balanced, pp=2, tp=1)),
+        refused_by(lambda: cut_in_two(meta_copy(tiny_model("dory")))),
+    ]
