@@ -148,7 +148,7 @@ def run_example(code: str, names: dict | None = None) -> str:
 
 
 def refused_by(build) -> str:
-    with pytest.raises(ValueError, match=".") as refused:
+    with pytest.raises(ValueError, match=r".") as refused:
         build()
     return str(refused.value)
 
