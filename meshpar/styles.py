@@ -238,8 +238,7 @@ def _enter_block(module: nn.Module, tp: TensorParallel, block: Block) -> None:
         def own(at: int | str, value: object) -> object:
             if at == key or (value is hidden and at in block.inside):
                 return whole
-            used = at in block.inside or block.style == "block_sum"
-            return tree_map(tp.enter_beside, value) if used else value
+            return tree_map(tp.enter_beside, value) if at in block.inside else value
 
         args = tuple(own(i, x) for i, x in enumerate(args))
         return block.own_arguments(args, {k: own(k, x) for k, x in kwargs.items()}, tp.size, tp.rank)

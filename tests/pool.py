@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 START_TIMEOUT_SECONDS = 240.0
+JOBS_A_CLEARING = 20  # of DTensor's caches, each mesh in which has some ten threads
 
 
 class JobFailed(AssertionError):
@@ -107,7 +108,7 @@ def _serve(connection) -> None:
     import meshpar.model  # noqa: F401 - the slow imports, before the first job
 
     torch.set_num_threads(1)
-    caches = _dtensor_caches()
+    caches, jobs = _dtensor_caches(), 0
     gc.freeze()  # what the imports left, a third of a million objects, is not walked through after every job
     connection.send("ready")
     while True:
@@ -129,7 +130,8 @@ def _serve(connection) -> None:
         # A model is full of cycles, and what refers to a group keeps its threads, which poll: so do DTensor's caches.
         # Before the groups are destroyed: the last reference to one must not go in a collection, which holds the lock
         # its threads want.
-        for clear in (*caches, *_dtensor_caches()):
+        jobs += 1
+        for clear in (*caches, *_dtensor_caches()) if jobs % JOBS_A_CLEARING == 0 else ():
             clear()
         gc.collect()
         if dist.is_initialized():
