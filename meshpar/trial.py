@@ -449,10 +449,11 @@ def _prepared(module: nn.Module, training: bool) -> nn.Module:
     """A copy without weights that drops nothing, and whose attention runs on any device."""
     twin = _on_meta(module).train(training)
     for part in twin.modules():
-        for name, value in vars(part).items():
-            if isinstance(value, float) and ("drop" in name or "jitter" in name or name == "p"):
-                setattr(part, name, 0.0)
         config = vars(part).get("config")
+        for holder in (part, config) if config is not None else (part,):
+            for name, value in list(vars(holder).items()):
+                if isinstance(value, float) and ("drop" in name or "jitter" in name or name == "p"):
+                    setattr(holder, name, 0.0)
         if getattr(config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
             config._attn_implementation = "sdpa"
     return twin

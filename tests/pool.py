@@ -17,7 +17,6 @@ from multiprocessing.connection import wait
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 START_TIMEOUT_SECONDS = 240.0
-JOBS_A_CLEARING = 20  # of DTensor's caches, each mesh in which has some ten threads
 
 
 class JobFailed(AssertionError):
@@ -104,11 +103,11 @@ def _serve(connection) -> None:
 
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
     import meshpar.model  # noqa: F401 - the slow imports, before the first job
 
     torch.set_num_threads(1)
-    caches, jobs = _dtensor_caches(), 0
     gc.freeze()  # what the imports left, a third of a million objects, is not walked through after every job
     connection.send("ready")
     while True:
@@ -127,28 +126,12 @@ def _serve(connection) -> None:
             reply = (True, fn(*args, **kwargs))
         except BaseException:
             reply = (False, traceback.format_exc())
-        # A model is full of cycles, and what refers to a group keeps its threads, which poll: so do DTensor's caches.
-        # Before the groups are destroyed: the last reference to one must not go in a collection, which holds the lock
-        # its threads want.
-        jobs += 1
-        for clear in (*caches, *_dtensor_caches()) if jobs % JOBS_A_CLEARING == 0 else ():
-            clear()
+        # What refers to a group keeps its threads, which poll: a model, which is full of cycles, and the meshes in
+        # DTensor's caches. Before the groups are destroyed: the last reference to one must not go in a collection, which
+        # holds the lock its threads want.
+        for mesh in [o for o in gc.get_objects() if type(o) is DeviceMesh]:
+            mesh._pg_registry.clear()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
         connection.send(reply)
-
-
-def _dtensor_caches() -> list[Callable]:
-    """What clears each of DTensor's caches, which hold the meshes of earlier jobs, among objects not frozen."""
-    import functools
-    import gc
-
-    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    wrappers = (o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper)
-    named = [
-        w.cache_clear for w in wrappers if str(getattr(w, "__module__", "")).startswith("torch.distributed.tensor")
-    ]
-    return [*named, _clear_sharding_prop_cache, clear_redistribute_planner_cache]
