@@ -127,8 +127,8 @@ def _serve(connection) -> None:
         except BaseException:
             reply = (False, traceback.format_exc())
         # What refers to a group keeps its threads, which poll: a model, which is full of cycles, and the meshes in
-        # DTensor's caches. Before the groups are destroyed: the last reference to one must not go in a collection, which
-        # holds the lock its threads want.
+        # DTensor's caches. Before the groups are destroyed: the last reference to one must not go in a collection,
+        # which holds the lock its threads want.
         for mesh in [o for o in gc.get_objects() if type(o) is DeviceMesh]:
             mesh._pg_registry.clear()
         gc.collect()
