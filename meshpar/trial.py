@@ -256,7 +256,7 @@ def _is_position_wise(module: nn.Module, call: Call) -> bool:
             owner, _, leaf = name.rpartition(".")
             twin.get_submodule(owner).register_parameter(leaf, nn.Parameter(value))
         for name in replayed:
-            twin.get_submodule(name).forward = partial(replay, name)
+            _replace(twin.get_submodule(name), partial(replay, name))
         see(twin(*tree_map(cut, drawn.args), **tree_map(cut, drawn.kwargs)))
         return seen
 
@@ -333,7 +333,7 @@ class _Run:
                 norm = twin.get_submodule(name)
                 norm.forward = partial(self._norm, name, norm.forward, rank)
         for name in self.replayed:
-            twin.get_submodule(name).forward = partial(self._replay, name)
+            _replace(twin.get_submodule(name), partial(self._replay, name))
         out = twin.get_submodule(self.block.out)
         width = features(out)[0]
         out.forward = lambda x: (caught.append(x), x.detach().new_ones(*x.shape[:-1], width))[1]
@@ -405,6 +405,17 @@ class _Run:
             a.shape == b.shape and torch.allclose(a, b, **_CLOSE) for a, b in pairs
         ):
             raise _Differs(f"{name} sees what is split")
+
+
+def _replace(module: nn.Module, forward: Callable) -> None:
+    """Give ``module`` another forward; what is in it has no weights here, and must not be called past it."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise _Differs("a part of a child is called past it")
+
+    for part in module.modules():
+        part.forward = refuse
+    module.forward = forward
 
 
 def _has_matrices(module: nn.Module, prefix: str, known: tuple[str, ...]) -> bool:
