@@ -181,9 +181,9 @@ class Block:
 
     def own_arguments(self, args: tuple, kwargs: dict, size: int, rank: int) -> tuple[tuple, dict]:
         """The block's arguments with ``rank``'s heads of those that hold something of each head."""
-        own = self.head_layout(size)
-        if not self.by_head or own is None:
+        if not self.by_head:  # in every forward of every block
             return args, kwargs
+        own = self.head_layout(size)
         args = tuple(self._own_argument(i, x, own, rank) for i, x in enumerate(args))
         return args, {k: self._own_argument(k, x, own, rank) for k, x in kwargs.items()}
 

@@ -108,7 +108,6 @@ def _serve(connection) -> None:
     import meshpar.model  # noqa: F401 - the slow imports, before the first job
 
     torch.set_num_threads(1)
-    _remember_recordings()
     gc.freeze()  # what the imports left, a third of a million objects, is not walked through after every job
     connection.send("ready")
     while True:
@@ -136,27 +135,3 @@ def _serve(connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         connection.send(reply)
-
-
-def _remember_recordings() -> None:
-    """Forwards without data are run once for models that are alike: most jobs build the same few."""
-    import meshpar.plan as plan
-
-    for name in ("follow", "try_out", "position_wise"):
-        setattr(plan, name, _remembered(getattr(plan, name)))
-
-
-def _remembered(fn: Callable) -> Callable:
-    known: dict[str, object] = {}
-
-    def recall(model, *args):
-        parts = [
-            (n, type(m), [(k, p.shape) for k, p in m._parameters.items() if p is not None])
-            for n, m in model.named_modules()
-        ]
-        key = repr((model.config.to_json_string(), model.config._attn_implementation, parts, args))
-        if key not in known:
-            known[key] = fn(model, *args)
-        return known[key]
-
-    return recall
