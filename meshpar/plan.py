@@ -32,9 +32,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, dissect
+from .blocks import Block
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow, follow, refuse_layerdrop
-from .rules import Block, guesses, halves, pair, recognise
+from .rules import guesses, halves, pair, recognise
 from .trial import kind, position_wise, try_out
 
 Style = str | ParallelStyle

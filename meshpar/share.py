@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from .blocks import OnFirst
 from .flops import matrix_costs
 from .plan import Plan, declared_style, declared_styles
-from .rules import OUT, OnFirst, features, linear
+from .rules import OUT, features, linear
 
 # transformers' styles whose matrix products are divided; those that gather or split replicate what lies between.
 _DIVIDED = {

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from . import comm
+from .blocks import Block, hidden_argument
 from .config import ParallelConfig, torch_dtype
 from .dropout import apply_dropout
 from .layout import Layout, even, replicated
 from .plan import Plan, Style
-from .rules import Block, hidden_argument
 
 
 @dataclass

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
+from .blocks import Block, hidden_argument
 from .flow import NoData
 from .layout import Layout
-from .rules import Block, features, hidden_argument
+from .rules import features
 
 _SHAPES = ((3, 10), (5, 14))  # batch and sequence of the recorded forwards: where they differ, it is not by heads
 _CLOSE = dict(rtol=1e-4, atol=1e-5)

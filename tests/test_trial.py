@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from meshpar import ParallelConfig
+from meshpar.blocks import Groups
 from meshpar.layout import heads
 from meshpar.load import meta_copy
 from meshpar.plan import make_plan
-from meshpar.rules import Groups, guesses, pair, recognise
+from meshpar.rules import guesses, pair, recognise
 from meshpar.trial import try_out
 from tests import jobs_families, models, sweep
 from tests.tiny_families import tiny_model
