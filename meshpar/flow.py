@@ -2,9 +2,11 @@
 
 A border between two layers can be cut where hidden states are all that crosses it: what lies behind is then computed
 from them, from the token ids and masks that every stage has, and from parameters that lie behind too. Each tensor of
-the recorded forward is labelled with what it was computed from: the hidden states that left layer i (label i), or what
-parameters before the first layer gave (label -1). Leaving a layer as its hidden states, a tensor gets that layer's
-label alone. A layer that computes with anything older forbids the borders in between; no table of models is needed.
+the recorded forward is labelled with what it was computed from: the hidden states that left layer i (label i), the
+embedding of the tokens (label -1), or what other parameters before the first layer gave (label -2). Leaving a layer as
+its hidden states, a tensor gets that layer's label alone. A layer that computes with the embedding has it carried over
+every border; one that computes with anything else that is older forbids the borders in between. No table of models is
+needed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 
 _ROWS, _SEQ_LEN = 2, 16
-_START = -1  # the label of what parameters before the first layer gave
+_EMBEDDING, _START = -1, -2  # labels of what lies before the first layer: the embedding, and all else with parameters
 _AFTER, _BETWEEN, _BEFORE = "after its last decoder layer", "between decoder layers", "before its first decoder layer"
 _aten = torch.ops.aten
 _SHAPE_ONLY = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided"
@@ -42,7 +44,8 @@ class Flow:
     returns one tensor.
     ``trailing``: hidden states are [batch, seq, *trailing]. ``uncut``: layers that must follow the one before them on
     the same stage -> why. ``behind``: parts with parameters, beside the layers, that run only once the first layer has.
-    ``mixed``: what runs, or is read, both before the first layer and later.
+    ``mixed``: what runs, or is read, both before the first layer and later. ``carried``: whether stages pass on, beside
+    the hidden states, what the embedding gave.
     """
 
     before: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -53,6 +56,7 @@ class Flow:
     uncut: Mapping[int, str] = field(default_factory=dict)
     behind: frozenset[str] = frozenset()
     mixed: tuple[str, ...] = ()
+    carried: bool = False
 
 
 def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype, wanted_by: str) -> Flow:
@@ -84,6 +88,7 @@ def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype, wanted_
         {i: f"{label} {why}" for i, why in sorted(recorder.uncut.items())},
         recorder.on_shards(),
         tuple(recorder.mixed()),
+        recorder.carried,
     )
 
 
@@ -164,8 +169,12 @@ class _Recorder(NoData):
         self.returns: list[tuple[type, int] | None] = []
         self.shapes: list[torch.Size] = []
         self.uncut: dict[int, str] = {}
+        self.carried = False
+        self._late: dict[int, str] = {}  # borders behind which the embedding is used once more -> by what
         self._phase: int | str = _BEFORE
         self._output: Tensor | None = None
+        self._embedded: list[Tensor] = []
+        self._changed = False  # what the embedding gave, in place
         self._labels: dict[int, frozenset[int]] = {}
         self._alive: list = []  # a storage's address names it only while it lives
         self._spare: dict[int, int] = {}  # what a layer returned beside its hidden states
@@ -180,7 +189,7 @@ class _Recorder(NoData):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = list(_tensors((args, kwargs)))
-        if func._schema.is_mutable and self._output is not None:
+        if func._schema.is_mutable:
             self._check_in_place(func, args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         reads = func.overloadpacket not in _READS_SHAPE_ONLY
@@ -192,12 +201,14 @@ class _Recorder(NoData):
         return out
 
     def _check_in_place(self, func, args: tuple) -> None:
-        """What a stage sends must still be what its last layer returned when its forward ends, a little later."""
+        """What a stage sends must still be what a layer or the embedding returned when its forward ends."""
         index = len(self.returns)
         slots = zip(args, func._schema.arguments, strict=False)
-        written = _tensors([a for a, slot in slots if slot.alias_info is not None and slot.alias_info.is_write])
-        if any(_storage(t) == _storage(self._output) for t in written) and index < self.anatomy.num_layers:
+        places = [a for a, slot in slots if slot.alias_info is not None and slot.alias_info.is_write]
+        written = {_storage(t) for t in _tensors(places)}
+        if self._output is not None and _storage(self._output) in written and index < self.anatomy.num_layers:
             self._forbid([index], f"changes what {self.anatomy.layer(index - 1)} returned in place")
+        self._changed = self._changed or not written.isdisjoint(map(_storage, self._embedded))
 
     def _read(self, tensor: Tensor) -> frozenset[int]:
         key = _storage(tensor)
@@ -227,9 +238,13 @@ class _Recorder(NoData):
     def _consume(self, labels: Iterable[int], layer: int, user: str) -> None:
         """What has label l at ``layer`` lies on one stage with it: a border after layer l + 1 would hold it back."""
         for label in labels:
-            origin = "the embeddings" if label == _START else f"the output of {self.anatomy.layer(label)}"
+            origin = "the embeddings" if label < 0 else f"the output of {self.anatomy.layer(label)}"
             why = f"cannot be cut there: besides its hidden states, {user} uses a value computed from {origin}"
-            self._forbid(range(label + 2, layer + 1), why)
+            borders = range(max(label, -1) + 2, layer + 1)
+            if label == _EMBEDDING:
+                self._late |= dict.fromkeys(borders, why)
+            else:
+                self._forbid(borders, why)
 
     def _forbid(self, borders: Iterable[int], why: str) -> None:
         for border in borders:
@@ -309,9 +324,12 @@ class _Recorder(NoData):
 
     def _leave_part(self, name: str, module: nn.Module, args: tuple, out) -> None:
         self._running.remove(name)
-        if self._phase == _BEFORE:  # later stages run without it, whatever it gives
+        if self._phase == _BEFORE and not self._running:  # later stages run without it, whatever it gives
             for tensor in _tensors(out):
                 self._add(tensor, frozenset({_START}))
+        if name == self.anatomy.embedding and isinstance(out, Tensor):
+            self._embedded.append(out)
+            self._labels[_storage(out)] = frozenset({_EMBEDDING})
 
     # The end
 
@@ -322,6 +340,11 @@ class _Recorder(NoData):
             self.uncut = dict.fromkeys(self._all(), f"runs {len(self.returns)} of its {count} decoder layers")
         self._consume(self._labels.get(_storage(logits), ()), count - 1, "what follows the last layer")
         before, after = self.parts()
+        if self._late and self._may_be_carried(before):
+            self.carried = True
+        else:
+            for border, why in self._late.items():
+                self._forbid([border], why)
         for phase, names in self._direct:
             blank = phase == _BEFORE and any(n.rpartition(".")[0] in before for n in names)  # a blank shows zeros
             whole = phase == _AFTER and all(_inside(n, after) for n in names)
@@ -330,13 +353,16 @@ class _Recorder(NoData):
         for names in self._names.values():
             self._check_shared(names, before, after)
 
+    def _may_be_carried(self, before: list[str]) -> bool:
+        """Whether the embedding is a part of its own that gives one tensor, wide as hidden states are."""
+        shapes = [t.shape for t in self._embedded]
+        return self.anatomy.embedding in before and not self._changed and shapes == self.shapes[:1]
+
     def _check_shared(self, names: list[str], before: list[str], after: list[str]) -> None:
         layers = sorted({i for i in map(self.anatomy.layer_index, names) if i is not None})
         outside = [n for n in names if self.anatomy.layer_index(n) is None]
         if layers and outside:
             self._forbid(self._all(), f"shares {names[0]} between decoder layers and what is around them")
-        elif layers:
-            self._forbid(range(layers[0] + 1, layers[-1] + 1), f"shares {names[0]} between layers {layers}")
         ends = [[n for n in outside if _inside(n, parts)] for parts in (before, after)]
         tied = [[f"{self.anatomy.embedding}.weight"], [f"{self.anatomy.head}.weight"]]
         if all(ends) and ends != tied:

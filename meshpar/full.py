@@ -14,7 +14,7 @@ from .anatomy import Anatomy, dissect
 from .flow import Flow
 from .grads import local
 from .mesh import Mesh
-from .split import StageRange
+from .split import StageRange, shared_names
 from .styles import ParamSpec
 
 
@@ -28,6 +28,7 @@ class FullTensors:
     shapes: dict[str, tuple[int, ...]]
     vocab_size: int
     buffers: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    names: dict[str, list[str]]  # of what has several: by the first of them, which is its name everywhere else
     specs: dict[str, ParamSpec] = field(default_factory=dict)
     ranges: list[StageRange] = field(default_factory=list)
     stage_ranks: list[int] = field(default_factory=list)
@@ -43,6 +44,7 @@ class FullTensors:
             {n: tuple(p.shape) for n, p in params.items()},
             model.get_output_embeddings().weight.shape[0],
             {n: (tuple(b.shape), b.dtype) for n, b in model.named_buffers() if n in persistent},
+            {names[0]: names for names in shared_names(model)},
         )
 
     @property
@@ -50,13 +52,9 @@ class FullTensors:
         """Parameters of the whole model, tied ones once."""
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
-    def tied_across_stages(self) -> str | None:
-        """On a rank with one end of the pipeline: the tied matrix whose other copy is on another rank."""
-        names = (f"{self.anatomy.embedding}.weight", f"{self.anatomy.head}.weight")
-        name = next((n for n in names if n in self.shapes), None)  # a tied matrix goes by the first of its names
-        ends = (self.stage_ranks[0], self.stage_ranks[-1])
-        here = self.mesh.rank("pp") in ends
-        return name if self.anatomy.tied and ends[0] != ends[1] and here else None
+    def holders(self, name: str) -> list[int]:
+        """The pp ranks that have parameter ``name``: several where stages share it."""
+        return sorted({self._owner(n) for n in self.names.get(name, [name])})
 
     def gather(self, params: dict[str, nn.Parameter], what: str) -> Iterator[tuple[str, Tensor | None]]:
         """See `ParallelModel.full_tensors`."""

@@ -1,4 +1,4 @@
-"""What is left to do to gradients once FSDP has reduced them over dp: sums over tp, tied copies over pp, the norm.
+"""What is left to do to gradients once FSDP has reduced them over dp: sums over tp, copies over pp, the norm.
 
 Accumulation is the trap here. A sum over tp or pp must cover what this backward added and nothing that an earlier one
 already summed, so earlier gradients are set aside first and added back last.
@@ -23,10 +23,10 @@ class GradientSums:
     """The tp and pp sums of one rank's parameters, run once a step: `set_aside` before the backward, `finish` after."""
 
     def __init__(
-        self, params: dict[str, nn.Parameter], specs: dict[str, ParamSpec], mesh: Mesh, tied: str | None
+        self, params: dict[str, nn.Parameter], specs: dict[str, ParamSpec], mesh: Mesh, holders: dict[str, list[int]]
     ) -> None:
         self.mesh = mesh
-        self.tied = params[tied] if tied is not None else None
+        self.copied = [(p, holders[n]) for n, p in params.items() if len(holders[n]) > 1]
         self.partial = [(p, specs[n]) for n, p in params.items() if specs[n].partial]
         self.padded = [(p, specs[n]) for n, p in params.items() if specs[n].hold_zero]
         self.rank = mesh.rank("tp")
@@ -35,16 +35,18 @@ class GradientSums:
     def set_aside(self) -> None:
         """Take earlier backwards' gradients of the parameters that `finish` sums out of its way."""
         touched = [p for p, _ in self.partial]
-        if self.tied is not None and all(self.tied is not p for p in touched):
-            touched.append(self.tied)
+        known = {id(p) for p in touched}
+        touched += [p for p, _ in self.copied if id(p) not in known]
         self._earlier += [(p, p.grad) for p in touched if p.grad is not None]
         for p, _ in self._earlier:
             p.grad = None
 
     def finish(self) -> None:
-        """Sum over tp and over the two ends of the pipeline, clear padding, add earlier gradients back."""
+        """Sum over tp and over the stages that share a parameter, clear padding, add earlier gradients back."""
         self._sum_over_tp()
-        self._sum_tied()
+        for p, ranks in self.copied:
+            if p.requires_grad:
+                self._sum_copies(p, ranks)
         for p, spec in self.padded:
             for grad, s in _stored(p.grad, spec, self.mesh):
                 grad.narrow(spec.layout.dim, s.real, s.stop - s.real).zero_()
@@ -79,20 +81,23 @@ class GradientSums:
         for (grad, _), view in zip(chosen, views, strict=True):
             grad.copy_(view)
 
-    def _sum_tied(self) -> None:
-        """The first and the last stage each hold the tied matrix and half its gradient: both get the sum."""
-        if self.tied is None or not self.tied.requires_grad:
-            return
-        if self.tied.grad is None:
-            self.tied.grad = torch.zeros_like(self.tied)
-        own, group = local(self.tied.grad), self.mesh.group("pp")
-        other = torch.empty_like(own)
-        peer = dist.get_global_rank(group, group.size() - 1 if group.rank() == 0 else 0)
-        send = dist.P2POp(dist.isend, own.clone(), peer, group)
-        recv = dist.P2POp(dist.irecv, other, peer, group)
-        for work in dist.batch_isend_irecv([send, recv]):
+    def _sum_copies(self, p: nn.Parameter, ranks: list[int]) -> None:
+        """Each of these pp ranks has the parameter and a part of its gradient: all get the sum."""
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        own, group, here = local(p.grad), self.mesh.group("pp"), self.mesh.rank("pp")
+        parts = {rank: own.clone() if rank == here else torch.empty_like(own) for rank in ranks}
+        messages = []
+        for rank in ranks:
+            if rank != here:
+                peer = dist.get_global_rank(group, rank)
+                messages.append(dist.P2POp(dist.isend, parts[here], peer, group))
+                messages.append(dist.P2POp(dist.irecv, parts[rank], peer, group))
+        for work in dist.batch_isend_irecv(messages):
             work.wait()
-        own.add_(other)  # x + y is y + x in floating point: both copies stay equal to the last bit
+        own.zero_()
+        for rank in ranks:  # in one order: the copies stay equal to the last bit
+            own.add_(parts[rank])
 
 
 def _stored(tensor: Tensor | None, spec: ParamSpec, mesh: Mesh) -> Iterator[tuple[Tensor, Stored]]:

@@ -145,9 +145,9 @@ class ParallelModel(nn.Module):
         self._vocab_start, self._vocab_real = vocab.spans[mesh.rank("tp")][0], vocab.real(mesh.rank("tp"))
         self._pipeline = Pipeline(runner, mesh, config, self._loss, full.flow)
         params = dict(self.named_parameters())
-        self._sums = GradientSums(params, full.specs, mesh, full.tied_across_stages())
-        skipped = full.tied_across_stages() if mesh.rank("pp") > 0 else None
-        self._counted = {n for n in params if n != skipped}
+        holders = {n: full.holders(n) for n in params}
+        self._sums = GradientSums(params, full.specs, mesh, holders)
+        self._counted = {n for n in params if holders[n][0] == mesh.rank("pp")}
         self._last_backward = -1
         self._divisor = torch.ones((), dtype=torch.float64)
         self._router_weight, self._router_part = float(getattr(runner.model, "router_aux_loss_coef", 0.0)), 0.0

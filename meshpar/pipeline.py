@@ -179,7 +179,8 @@ class Pipeline:
         return dist.isend(hidden, group=self.mesh.group("pp"), group_dst=target), hidden
 
     def _hidden_shape(self, rows: int, seq_len: int) -> tuple[int, ...]:
-        return rows, self.runner.tp.local_seq_len(seq_len), *self.flow.trailing
+        embedded = seq_len if self.flow.carried else 0
+        return rows, self.runner.tp.local_seq_len(seq_len) + embedded, *self.flow.trailing
 
     def _schedule(self, rows: int, seq_len: int, count: int):
         key = (rows, seq_len, count)

@@ -180,6 +180,15 @@ class End(Hole):
         raise StageEnd
 
 
+class Carried(Hole):
+    """Stands on later stages for the embedding where layers use it beside their hidden states: what was sent of it."""
+
+    received: Tensor | None = None
+
+    def forward(self, *args, **kwargs):
+        return self.received
+
+
 class StageEnd(BaseException):
     """Leaves the model's forward; no error, and so nothing that catches errors should catch it."""
 
@@ -216,13 +225,21 @@ class Stage:
     swaps: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     injection: Injection | None = None
     blanks: Collection[Blank] = ()
+    embedding: nn.Module | None = None  # where what it gives is passed on: itself, or what stands for it
     captured: Tensor | None = None
+    embedded: Tensor | None = None
 
-    def receive(self, hidden: Tensor) -> None:
-        """Have ``hidden`` injected by the next forward."""
-        self.injection.received = hidden
+    def receive(self, x: Tensor, seq_len: int) -> None:
+        """Have the next forward go on from ``x``: hidden states, and behind them seq_len positions of the embedding."""
+        if self.embedding is not None:
+            x, self.embedding.received = x.split((x.shape[1] - seq_len, seq_len), 1)
+        self.injection.received = x
         for blank in self.blanks:
-            blank.dtype, blank.device = hidden.dtype, hidden.device
+            blank.dtype, blank.device = x.dtype, x.device
+
+    def result(self) -> Tensor:
+        """What the next stage receives."""
+        return self.captured if self.embedded is None else torch.cat((self.captured, self.embedded), 1)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -235,7 +252,7 @@ class Stage:
         finally:
             for (parent, name, _), module in zip(self.swaps, before, strict=True):
                 parent._modules[name] = module
-            self.captured = None
+            self.captured = self.embedded = None
             if self.injection is not None:
                 self.injection.received = None
 
@@ -244,22 +261,22 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, own: list[StageRange],
     """Cut ``model`` in place down to the stages ``own`` and return them; parts of other ranks become holes."""
     if own[0].count == 1:
         return [Stage(own[0])]
+    shared = shared_names(model)
     layers = model.get_submodule(anatomy.layers)
     whole = list(layers)
     kept = {i for r in own for i in range(r.start, r.stop)}
     for i in range(anatomy.num_layers):
         if i not in kept:
             layers[i] = Hole(whole[i], flow.hidden[i], flow.returns[i])
-    blanks = {name: Blank(twin) for name, twin in flow.before.items()}
-    embedding = model.get_submodule(anatomy.embedding)
+    blanks: dict[str, Hole] = {name: Blank(twin) for name, twin in flow.before.items()}
+    if flow.carried:
+        blanks[anatomy.embedding] = Carried(flow.before[anatomy.embedding])
     has_first, has_last = any(r.is_first for r in own), any(r.is_last for r in own)
     for name in () if has_last else flow.after:
         _replace(model, name, Hole(model.get_submodule(name)))
     for name in () if has_first else flow.before:
         _replace(model, name, blanks[name])
-    if anatomy.tied:
-        for name in (anatomy.embedding, anatomy.head) if has_first != has_last else ():
-            _keep_tied(model, name, embedding)
+    _keep_shared(model, shared)
     return [_make_stage(model, anatomy, r, whole, blanks, flow) for r in own]
 
 
@@ -272,12 +289,25 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(*_place(model, name), module)
 
 
-def _keep_tied(model: nn.Module, name: str, embedding: nn.Module) -> None:
-    """Both ends of the pipeline have a tied matrix under both of its names, also inside what is a hole there."""
-    module = model
-    for leaf in name.split("."):
-        module = module._modules.setdefault(leaf, nn.Module())
-    module._parameters["weight"] = embedding.weight
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _keep_shared(model: nn.Module, shared: list[list[str]]) -> None:
+    """A stage that has a shared parameter has it under all of its names, also inside what is a hole there."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for names in shared:
+        held = next((params[n] for n in names if n in params), None)
+        for name in names if held is not None else ():
+            owner, _, leaf = name.rpartition(".")
+            module = model
+            for part in owner.split("."):
+                module = module._modules.setdefault(part, nn.Module())
+            module._parameters[leaf] = held
 
 
 def _make_stage(
@@ -285,7 +315,7 @@ def _make_stage(
     anatomy: Anatomy,
     r: StageRange,
     whole: list[nn.Module],
-    blanks: dict[str, Blank],
+    blanks: dict[str, Hole],
     flow: Flow,
 ) -> Stage:
     def hole(i: int, cls: type[Hole] = Hole) -> Hole:
@@ -295,17 +325,24 @@ def _make_stage(
     shown: list[nn.Module] = [whole[i] if r.start <= i < r.stop else hole(i) for i in range(anatomy.num_layers)]
     if not r.is_first:
         stage.injection = shown[r.start - 1] = hole(r.start - 1, Injection)
-        stage.blanks = blanks.values()
+        stage.blanks = [blank for blank in blanks.values() if isinstance(blank, Blank)]
         stage.swaps += [(*_place(model, name), blank) for name, blank in blanks.items()]
     if not r.is_last:
         shown[r.stop] = hole(r.stop, End)
         whole[r.stop - 1].register_forward_hook(lambda _, args, out: _capture(stage, out))
+    if flow.carried:
+        stage.embedding = blanks[anatomy.embedding] if not r.is_first else model.get_submodule(anatomy.embedding)
+        stage.embedding.register_forward_hook(lambda _, args, out: _embed(stage, out))
     stage.swaps.append((*_place(model, anatomy.layers), nn.ModuleList(shown)))
     return stage
 
 
 def _capture(stage: Stage, output: Tensor | tuple | list) -> None:
     stage.captured = output if isinstance(output, Tensor) else output[0]
+
+
+def _embed(stage: Stage, output: Tensor) -> None:
+    stage.embedded = output
 
 
 class Runner(nn.Module):
@@ -338,11 +375,11 @@ class Runner(nn.Module):
         self.tp.rows, self.tp.seq_len = inputs["input_ids"].shape[0], seq_len
         with stage.active():
             if stage.injection is not None:
-                stage.receive(x)
+                stage.receive(x, seq_len)
             output = self._run(inputs, loss)
             if (output is None) == stage.range.is_last or (stage.injection and stage.injection.received is not None):
                 raise RuntimeError(f"the forward of {type(self.model).__name__} left out a decoder layer")
-            return output if output is not None else _differentiable(stage.captured)
+            return output if output is not None else _differentiable(stage.result())
 
     def _run(self, inputs: dict[str, Tensor], loss: Callable[[Tensor], Tensor] | None) -> Tensor | None:
         """The model's logits, or what ``loss`` makes of them; None where the stage ends before them."""

@@ -114,6 +114,36 @@ def test_padding_stays_out_of_adamw_steps(pool, model_type):
     assert off[worst] <= 1, worst
 
 
+SIX = ["mamba", "hybrid"] * 3
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "config"),
+    [
+        ("zamba", dict(num_hidden_layers=6, layers_block_type=SIX), dict(pp=3, microbatches=3)),
+        ("zamba", {}, dict(pp=2, dp_shard=2, tp=2, microbatches=2, activation_checkpoint="full")),
+        ("zamba2", {}, dict(pp=2, microbatches=4, schedule="ZBVZeroBubble", virtual_stages=2)),
+        ("zamba2", {}, dict(pp=4, microbatches=4)),
+        ("zamba2", {}, dict(dp_shard=4)),
+    ],
+    ids=["three-stages-share", "pp-dp-tp", "zbv", "pp4", "dp"],
+)
+def test_the_embedding_and_shared_layers_cross_stages(pool, model_type, changes, config):
+    """Each hybrid layer uses the embedding and one set of weights: both are needed, and get gradients, on each."""
+    world = config.get("pp", 1) * config.get("dp_shard", 1) * config.get("tp", 1)
+    result = pool.run(world, jobs_families.outcome, model_type, {"dp_shard": 1, **config}, **changes)[0]
+    assert result.get("ok"), result
+    assert result["norm"] <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
+def test_copies_on_several_stages_stay_equal_in_adamw_steps(pool, model_type):
+    config = dict(pp=2, dp_shard=1, microbatches=2)
+    off = pool.run(2, jobs_families.after_adamw, model_type, config)[0]
+    worst = max(off, key=off.__getitem__)
+    assert off[worst] <= 1, worst
+
+
 @pytest.mark.parametrize("model_type", REFUSED_PIPELINES)
 def test_pipelines_are_refused_with_the_sentence_in_the_table(model_type):
     sentence = TABLE[model_type].results["2x1x1"].removeprefix("refused: ")

@@ -96,6 +96,27 @@ def test_a_model_that_needs_more_than_hidden_states_is_refused(family, changes, 
         stage_ranges(model, anatomy, ParallelConfig(pp=2, dp_shard=1), follow(model, anatomy, torch.float32, "pp=2"))
 
 
+def with_late_embedding(touch):
+    """A Llama whose layers are given what ``touch`` makes of the embedding beside their hidden states."""
+    model, given = models.tiny_model("llama"), []
+    model.model.embed_tokens.register_forward_hook(lambda _, args, out: given.append(out))
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: (args[0] + touch(given[-1]), *args[1:]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("touch", "carried"),
+    [(lambda embedded: embedded * 2, True), (lambda embedded: embedded.mul_(2), False)],
+    ids=["read", "changed in place"],
+)
+def test_the_embedding_is_carried_only_if_it_stays_what_it_was(touch, carried):
+    """A later stage would change what is already changed once more."""
+    model = with_late_embedding(touch)
+    flow = follow(model, dissect(model), torch.float32, "pp=2")
+    assert (flow.carried, bool(flow.uncut)) == (carried, not carried)
+
+
 def test_layers_dropped_at_random_are_refused():
     model = skeleton_from_config(models.tiny_config("opt", **FAMILIES["opt"], layerdrop=0.1))
     with pytest.raises(ValueError, match="layerdrop to 0"):
