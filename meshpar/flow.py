@@ -38,17 +38,16 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 class Flow:
     """How a model may be cut into stages.
 
-    ``before``: parts with parameters that run before the first layer -> a copy of each on the meta device.
-    ``after``: parts with parameters that run after the last layer. ``hidden``: which argument of each layer is its
-    hidden states. ``returns``: the kind and length of what each layer returns, hidden states first; None where it
-    returns one tensor.
+    ``before``, ``after``: parts with parameters that run before the first layer, and after the last. ``hidden``: which
+    argument of each layer is its hidden states. ``returns``: the kind and length of what each layer returns, hidden
+    states first; None where it returns one tensor.
     ``trailing``: hidden states are [batch, seq, *trailing]. ``uncut``: layers that must follow the one before them on
     the same stage -> why. ``behind``: parts with parameters, beside the layers, that run only once the first layer has.
     ``mixed``: what runs, or is read, both before the first layer and later. ``carried``: whether stages pass on, beside
     the hidden states, what the embedding gave.
     """
 
-    before: Mapping[str, nn.Module] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     hidden: tuple[int | str, ...] = ()
     returns: tuple[tuple[type, int] | None, ...] = ()
@@ -80,7 +79,7 @@ def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype, wanted_
     recorder.finish(logits)
     before, after = recorder.parts()
     return Flow(
-        {name: probe.get_submodule(name) for name in before},
+        tuple(before),
         tuple(after),
         tuple(recorder.hidden[1:2] + recorder.hidden[1:]),
         tuple(recorder.returns),

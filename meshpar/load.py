@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from .weights_in import (
     check_tied,
     resolve_prefix,
 )
+
+Built = TypeVar("Built", bound=nn.Module)
 
 
 @dataclass
@@ -60,8 +63,8 @@ def skeleton_from_config(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a built model that keeps its modules, flags and buffers, with its parameters on the meta device."""
+def meta_copy(model: Built) -> Built:
+    """A copy of a model or a part of one: its modules, flags and buffers, with parameters on the meta device."""
     empty = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import ParallelConfig
 
+T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
@@ -44,6 +48,32 @@ def init_distributed(
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return device
+
+
+def on_first_rank(find: Callable[[], T]) -> T:
+    """What ``find`` returns, or raises, on rank 0, on every rank: one rank does the work, and all agree."""
+    if dist.get_backend() == "fake":  # no other rank is there
+        return find()
+    answer: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [find(), None]
+        except Exception as error:
+            dist.broadcast_object_list([None, _portable(error)], src=0)
+            raise
+    dist.broadcast_object_list(answer, src=0)
+    value, failure = answer
+    if failure is not None:
+        raise failure
+    return value
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one that says the same where it cannot be sent."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)

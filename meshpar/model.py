@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from .grads import GradientSums, clip_, counted, global_norm
 from .layout import spread
 from .load import Reader, load_buffers, meta_copy, open_model
 from .loss import count_targets, cross_entropy_sum
-from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device, init_distributed
+from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device, init_distributed, on_first_rank
 from .pipeline import Pipeline
 from .plan import Plan, Style, make_plan
 from .probe import check_shapes
@@ -69,7 +70,7 @@ def parallelize_model(
     skeleton = opened.skeleton
     check_model(config, skeleton.config)
     the_mesh = adopt_mesh(mesh, device) if mesh is not None else build_mesh(config, device)
-    the_plan = make_plan(skeleton, config, plan)
+    the_plan = make_plan(skeleton, config, plan, on_first_rank)
     _check_agreed(the_plan)
     reader = Reader(skeleton, opened.source, the_mesh)
     full = FullTensors.describe(skeleton, the_mesh, the_plan.flow)
@@ -81,10 +82,10 @@ def parallelize_model(
     tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel, keep_shards)
     unmodified = meta_copy(skeleton) if tp.size > 1 else skeleton
     specs = apply_styles(skeleton, the_plan, tp, config)
-    check_shapes(skeleton, unmodified, the_plan, tp)
+    on_first_rank(partial(check_shapes, skeleton, unmodified, the_plan, tp))
     apply_checkpointing(skeleton, the_plan.anatomy, config.activation_checkpoint, tp)
     own = [ranges[i] for i in stages_of_rank(config, the_mesh.rank("pp"))]
-    stages = split_model(skeleton, the_plan.anatomy, own, the_plan.flow)
+    stages = split_model(skeleton, unmodified, the_plan.anatomy, own, the_plan.flow)
     runner = Runner(skeleton, the_plan.anatomy, stages, tp)
     apply_fsdp(runner, runner.own_layers(), the_mesh, config)
     materialize(skeleton, specs, the_mesh, reader)
@@ -99,13 +100,15 @@ def parallelize_model(
 
 
 def _check_agreed(plan: Plan) -> None:
-    """Every rank tries rules out by itself: with other packages or another machine, one may find another plan."""
+    """Plans differ where ranks were given something else, or have other packages."""
     own = hashlib.sha256(f"{plan}\n{sorted(plan.blocks.items())}".encode()).hexdigest()
     everyone = [""] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     if len(set(everyone)) > 1:
         odd = next(rank for rank, digest in enumerate(everyone) if digest != everyone[0])
-        raise RuntimeError(f"rank {odd} found another plan than rank 0: are Python, torch and transformers the same?")
+        raise RuntimeError(
+            f"rank {odd} has another plan than rank 0: model, config, plan and packages must be the same on all"
+        )
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -74,10 +74,13 @@ class Pipeline:
         Gradients are reduced over dp when it returns. Ranks without the last stage return 0.
         """
         reshard(self.runner)  # a forward alone leaves weights whole, which optimizer steps do not reach
-        if self.config.pp == 1:
-            return self._loop(batches)
+        if self.config.pp == 1 and self.mesh.fsdp.size() > 1:
+            return self._loop(batches, reduce=True)
         hold_gradients(self.runner)
-        total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
+        if self.config.pp == 1:
+            total = self._loop(batches, reduce=False)
+        else:
+            total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
         reduce_gradients(self.runner)
         return total
 
@@ -106,15 +109,16 @@ class Pipeline:
     def _forward(self, piece: Batch) -> Tensor:
         return self.modules[0](piece.input_ids, targets=piece.targets, **piece.model_inputs())
 
-    def _loop(self, batches: list[tuple[Batch, int]]) -> Tensor:
+    def _loop(self, batches: list[tuple[Batch, int]], reduce: bool) -> Tensor:
         pieces = [piece for batch, count in batches for piece in batch.chunk(count)]
         total = self._zero()
         for i, piece in enumerate(pieces):
-            last = i == len(pieces) - 1
-            self.runner.set_is_last_backward(last)
-            # Gradients are scattered after each microbatch, or every rank would hold all of them whole; only the
-            # all-reduce between replicas can wait.
-            self.runner.set_requires_all_reduce(last)
+            if reduce:
+                last = i == len(pieces) - 1
+                self.runner.set_is_last_backward(last)
+                # Gradients are scattered after each microbatch, or every rank would hold all of them whole; only the
+                # all-reduce between replicas can wait.
+                self.runner.set_requires_all_reduce(last)
             loss = self._forward(piece)
             loss.backward()
             total += loss.detach().sum()

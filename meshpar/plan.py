@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
@@ -114,20 +116,23 @@ def _ranges(indices: list[int]) -> str:
     return f"{indices[0]}-{indices[-1]}" if contiguous and len(indices) > 1 else ",".join(map(str, indices))
 
 
-def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | Mapping[str, Style] = "auto") -> Plan:
+def make_plan(
+    model: PreTrainedModel,
+    config: ParallelConfig,
+    overrides: str | Mapping[str, Style] = "auto",
+    once: Callable[[Callable], Any] = lambda find: find(),
+) -> Plan:
     """Resolve the plan of ``model`` (any device, meta included) for ``config``.
 
     ``overrides`` maps module-name patterns (`model.layers.*.mlp.up_proj`; `*` matches anything) to a style's name or a
-    torch `ParallelStyle`, laid over the model's own. Raises ValueError when a style or module is not understood, when a
-    pattern matches no module, or when a block would be split by half.
+    torch `ParallelStyle`, laid over the model's own. ``once``: gives what the slow part returns, which other ranks may
+    have found already. Raises ValueError when a style or module is not understood, when a pattern matches no module, or
+    when a block would be split by half.
     """
     anatomy = dissect(model)
     refuse_layerdrop(model)
-    flow = _follow(model, anatomy, config)
-    _check_mixed(model, flow, config)
-    opened = _open_wrappers(model, anatomy, config) if config.tp > 1 else set()
+    flow, opened, blocks = once(partial(_examine, model, anatomy, config))
     children = dict(layer_children(model, anatomy, opened))
-    blocks = _blocks(model, anatomy, children, config.tp) if config.tp > 1 else {}
     _check_router_loss(model, children, blocks, config)
     roles = _roles(model, anatomy, children, blocks, flow, config)
     entries = dict(roles)
@@ -141,6 +146,18 @@ def make_plan(model: PreTrainedModel, config: ParallelConfig, overrides: str | M
     return Plan(
         entries, anatomy, roles, blocks, flow, list(children), {n: _own_shapes(model.get_submodule(n)) for n in entries}
     )
+
+
+def _examine(
+    model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig
+) -> tuple[Flow, set[str], dict[str, Block]]:
+    """What running the model's code shows, which takes a while: the flow, the opened wrappers, the blocks."""
+    flow = _follow(model, anatomy, config)
+    _check_mixed(model, flow, config)
+    if config.tp == 1:
+        return flow, set(), {}
+    opened = _open_wrappers(model, anatomy, config)
+    return flow, opened, _blocks(model, anatomy, dict(layer_children(model, anatomy, opened)), config.tp)
 
 
 def _follow(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig) -> Flow:

@@ -22,6 +22,7 @@ from .anatomy import Anatomy
 from .config import ParallelConfig, check_layers
 from .flops import matrix_costs
 from .flow import Flow, NoData
+from .load import meta_copy
 from .loss import lazy_head
 from .styles import TensorParallel, map_hidden
 
@@ -257,8 +258,13 @@ class Stage:
                 self.injection.received = None
 
 
-def split_model(model: PreTrainedModel, anatomy: Anatomy, own: list[StageRange], flow: Flow) -> list[Stage]:
-    """Cut ``model`` in place down to the stages ``own`` and return them; parts of other ranks become holes."""
+def split_model(
+    model: PreTrainedModel, unmodified: PreTrainedModel, anatomy: Anatomy, own: list[StageRange], flow: Flow
+) -> list[Stage]:
+    """Cut ``model`` in place down to the stages ``own`` and return them; parts of other ranks become holes.
+
+    ``unmodified``: the model before styles were applied, on the meta device, or the same one where none were.
+    """
     if own[0].count == 1:
         return [Stage(own[0])]
     shared = shared_names(model)
@@ -268,9 +274,9 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, own: list[StageRange],
     for i in range(anatomy.num_layers):
         if i not in kept:
             layers[i] = Hole(whole[i], flow.hidden[i], flow.returns[i])
-    blanks: dict[str, Hole] = {name: Blank(twin) for name, twin in flow.before.items()}
+    blanks: dict[str, Hole] = {name: Blank(meta_copy(unmodified.get_submodule(name))) for name in flow.before}
     if flow.carried:
-        blanks[anatomy.embedding] = Carried(flow.before[anatomy.embedding])
+        blanks[anatomy.embedding] = Carried(model.get_submodule(anatomy.embedding))
     has_first, has_last = any(r.is_first for r in own), any(r.is_last for r in own)
     for name in () if has_last else flow.after:
         _replace(model, name, Hole(model.get_submodule(name)))

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import meshpar
 from meshpar.demo import docstring_pairs
+from meshpar.mesh import on_first_rank
 from tests import models
 from tests.jobs import make, rows_of_rank
 
@@ -156,3 +157,37 @@ def refusal_of(build, config: dict, plan="auto") -> str:
         return str(error)
     off = abs(model.forward_backward(rows_of_rank(batch, model.mesh)).item() - want)
     return "no error" if off <= 1e-6 else f"off by {off}"
+
+
+class Unsendable(ValueError):
+    """An error that holds what cannot be sent to another process."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.held = lambda: None
+
+
+def found_on_first_rank(error: type[Exception] | None) -> tuple:
+    """How often this rank looked, and what `on_first_rank` gave or raised here."""
+    looked = []
+
+    def find() -> str:
+        looked.append(dist.get_rank())
+        if error is not None:
+            raise error("tp is 3")
+        return f"of rank {dist.get_rank()}"
+
+    try:
+        return len(looked), on_first_rank(find), len(looked)
+    except Exception as raised:
+        return type(raised).__name__, str(raised), len(looked)
+
+
+def other_overrides() -> str:
+    """The refusal where rank 1 was given another plan."""
+    plan = {"model.layers.*.mlp.*": "replicate"} if dist.get_rank() else "auto"
+    try:
+        meshpar.parallelize_model(models.tiny_model(), meshpar.ParallelConfig(tp=2, dp_shard=1), plan=plan)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"

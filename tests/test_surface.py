@@ -76,3 +76,23 @@ def test_a_callers_mesh_may_have_replicas(pool, sizes):
         assert result["loss"] == pytest.approx(losses[0], abs=1e-6)
         assert result["norm"] == pytest.approx(models.global_norm(grads), rel=1e-5)
     assert_gradients_close(results[0]["grads"], grads)
+
+
+def test_one_rank_finds_and_all_have_it(pool):
+    found = pool.run(3, jobs.found_on_first_rank, None)
+    assert found == [(0, "of rank 0", 1), (0, "of rank 0", 0), (0, "of rank 0", 0)]
+
+
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [(ValueError, ("ValueError", "tp is 3", 0)), (jobs.Unsendable, ("RuntimeError", "Unsendable: tp is 3", 0))],
+)
+def test_what_one_rank_refuses_all_refuse(pool, error, elsewhere):
+    first, *others = pool.run(3, jobs.found_on_first_rank, error)
+    assert first == (error.__name__, "tp is 3", 1)
+    assert others == [elsewhere] * 2
+
+
+def test_ranks_that_were_given_other_plans_are_told(pool):
+    for message in pool.run(2, jobs.other_overrides):
+        assert message.startswith("rank 1 has another plan than rank 0")
