@@ -13,6 +13,8 @@ or, under sequence parallelism, a norm or scale on a shard of the sequence.
     rowwise              linear                 input features split, output summed
     pair_in, pair_out    linear                 the same two in a layer's own code, with the block's entry and exit
     experts              stacked experts        every expert split inside
+    identity_expert      one that returns x     one part in tp of x on each rank
+    norm_of_sum          norm at a block's end  the ranks' partial results are summed before it
     colwise_norm         RMSNorm over all heads weight split with the heads, mean square summed
     by_head              a weight a head        split with the heads
     replicate            anything               whole on every rank
@@ -51,6 +53,8 @@ STYLES = (
     "pair_in",
     "pair_out",
     "experts",
+    "identity_expert",
+    "norm_of_sum",
     "colwise_norm",
     "by_head",
     "replicate",

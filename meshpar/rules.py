@@ -209,7 +209,7 @@ def _is_rms_norm(norm: nn.Module) -> bool:
 
 def _latent_attention(block: nn.Module) -> Block | None:
     """MLA: latent projections whole, what unfolds them by head (arXiv 2405.04434)."""
-    q = linear(block, ("q_b_proj",)) or linear(block, ("q_proj",))
+    q = next(filter(None, (linear(block, (name,)) for name in ("q_b_proj", "q_gate_proj", "q_proj"))), None)
     kv, out = linear(block, ("kv_b_proj",)), linear(block, OUT)
     q_heads = getattr(block, "num_heads", None)
     if q is None or kv is None or out is None or not isinstance(q_heads, int):
@@ -370,20 +370,28 @@ def halves(found: Block) -> Iterator[tuple[str, Block]]:
 
 def _mixture(block: nn.Module) -> Block | None:
     """Routed experts, each cut inside, with a router that every rank runs whole, and shared experts."""
-    experts = [n for n, m in block.named_children() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
-    cuts = _expert_cuts(block.get_submodule(experts[0])) if len(experts) == 1 else None
-    if cuts is None:
-        return None
-    found = Block("block_sum", {f"{experts[0]}": "experts"}, {f"{experts[0]}.{n}": cut for n, cut in cuts.items()})
+    found = Block("block_sum")
     for name, child in block.named_children():
-        if name in _ROUTERS:
+        if any(p.ndim == 3 for p in child.parameters(recurse=False)):
+            cuts = _expert_cuts(child)
+            if cuts is None:
+                return None
+            found.styles[name] = "experts"
+            found.cuts |= {f"{name}.{n}": cut for n, cut in cuts.items()}
+            identities = (n for n, m in child.named_children() if isinstance(m, nn.Identity))
+            found.styles |= {f"{name}.{n}": "identity_expert" for n in identities}
+        elif name in _ROUTERS:
             found.styles[name] = "replicate"
+        elif name == "post_mlp_layernorm":
+            found.styles[name] = "norm_of_sum"
         elif name in _SHARED:
             shared = _mlp(child, "block_sum")
             if shared is None or _unexplained(child, shared):
                 return None
             found.styles |= {f"{name}.{n}": style for n, style in shared.styles.items()}
             found.cuts |= {f"{name}.{n}": cut for n, cut in shared.cuts.items()}
+    if "experts" not in found.styles.values():
+        return None
     for name, param in block.named_parameters(recurse=False):
         if name in ("expert_bias", "e_score_correction_bias") and param.ndim == 1:
             found.whole.append(name)
@@ -410,11 +418,13 @@ def _expert_cuts(experts: nn.Module) -> dict[str, Cut | OnFirst] | None:
     """Cuts of stacked expert weights [experts, out, in], or [experts, in, out] where they are stored transposed."""
     params = dict(experts.named_parameters())
     down, up_name = params.pop("down_proj", None), "gate_up_proj" if "gate_up_proj" in params else "up_proj"
-    up = params.pop(up_name, None)
-    if down is None or up is None or up.ndim != 3 or down.ndim != 3 or up.shape[0] != down.shape[0]:
+    up, gate = params.pop(up_name, None), params.pop("gate_proj", None)
+    if down is None or up is None or up.ndim != 3 or down.ndim != 3 or up.shape[0] < down.shape[0]:
+        return None  # LongCat stores matrices up, which nothing uses, for experts that return their input, too
+    if gate is not None and (gate.shape != up.shape or up_name == "gate_up_proj"):
         return None
-    if any(isinstance(m, nn.Identity) or not _is_harmless(n, m) for n, m in experts.named_children()):
-        return None  # LongCat's experts that return their input would be summed once a rank
+    if not all(_is_harmless(n, m) for n, m in experts.named_children()):
+        return None
     runs = 2 if up_name == "gate_up_proj" else 1
     fits = {
         transposed: (up.shape[1 + transposed], up.shape[2 - transposed])
@@ -430,6 +440,8 @@ def _expert_cuts(experts: nn.Module) -> dict[str, Cut | OnFirst] | None:
     features = Units(width, multiple=_GROUPED_MULTIPLE)
     units = (Units(width, runs, multiple=_GROUPED_MULTIPLE),) if paired else (features,) * runs
     cuts: dict[str, Cut | OnFirst] = {up_name: Cut(up_dim, units), "down_proj": Cut(down_dim, (features,))}
+    if gate is not None:
+        cuts["gate_proj"] = cuts[up_name]
     if f"{up_name}_bias" in params:
         cuts[f"{up_name}_bias"] = Cut(1, units)
         del params[f"{up_name}_bias"]

@@ -167,6 +167,8 @@ def _apply(name: str, module: nn.Module, plan: Plan, tp: TensorParallel, layouts
         return  # its part of the sum leaves with the block's output
     if style in ("block", "block_sum", "pair_in", "vocab_head"):
         _enter_block(module, tp, plan.blocks.get(name, Block()))
+    if style == "block_sum" and "norm_of_sum" in plan.blocks[name].styles.values():
+        return
     _APPLY[style](module, tp, layouts.get(f"{name}.weight", replicated(tp.size)))
 
 
@@ -181,6 +183,7 @@ def _spec(
     after_sum = (
         block is not None and plan.roles[owner] in ("rowwise", "pair_out") and leaf == "bias" and layout.dim is None
     )
+    after_sum = after_sum or plan[owner] == "norm_of_sum"
     on_shards = tp.sequence_parallel and (after_sum or plan[owner] == "sequence_parallel")
     partial = on_shards or (block is not None and not after_sum)
     return ParamSpec(shape, layout, layout.copies and tp.size > 1 and partial, layout.padded)
@@ -254,6 +257,14 @@ def _enter_block(module: nn.Module, tp: TensorParallel, block: Block) -> None:
 
 def _block_sum(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
     module.register_forward_hook(lambda _, args, out: _map_output(out, tp.leave))
+
+
+def _norm_of_sum(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
+    module.register_forward_pre_hook(lambda _, args: (tp.leave(args[0]), *args[1:]))
+
+
+def _identity_expert(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
+    module.register_forward_hook(lambda _, args, out: out / tp.size)
 
 
 def _whole(module: nn.Module, tp: TensorParallel, layout: Layout) -> None:
@@ -346,6 +357,8 @@ _APPLY: dict[str, Callable[..., None]] = {
     "pair_in": _colwise,
     "pair_out": _rowwise,
     "experts": _nothing,
+    "identity_expert": _identity_expert,
+    "norm_of_sum": _norm_of_sum,
     "colwise_norm": _colwise_norm,
     "by_head": _nothing,
     "replicate": _nothing,
