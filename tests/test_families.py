@@ -107,6 +107,15 @@ def test_gradients_equal_one_process_where_tp_does_not_divide(pool, model_type, 
     assert result.get("ok"), result
 
 
+@pytest.mark.parametrize("model_type", ["axk1", "axk2", "longcat_flash", "inkling_text"])
+@pytest.mark.parametrize(("mesh", "sp"), [((1, 1, 2), False), ((1, 1, 3), True), ((1, 2, 2), True)], ids=str)
+def test_mixtures_with_more_than_a_sum(pool, model_type, mesh, sp):
+    """A norm of the sum, experts that return their input, shared experts in one tensor."""
+    world = mesh[1] * mesh[2]
+    result = pool.run(world, jobs_families.outcome, model_type, sweep.config_of(mesh, sequence_parallel=sp))[0]
+    assert result.get("ok"), result
+
+
 @pytest.mark.parametrize("model_type", ["gpt_oss", "phi3", "deepseek_v3"])
 def test_padding_stays_out_of_adamw_steps(pool, model_type):
     off = pool.run(3, jobs_families.after_adamw, model_type, sweep.config_of((1, 1, 3)))[0]
