@@ -15,7 +15,7 @@ CHOICE := $(shell echo '$(TORCH) $(TORCH_INDEX)' | cksum | cut -d ' ' -f 1)
 INSTALLED := $(VENV)/.installed-$(CHOICE)
 DEMO_INSTALLED := $(VENV)/.installed-demo-$(CHOICE)
 
-.PHONY: venv demo test families lint format clean
+.PHONY: venv demo test bench families lint format clean
 
 venv: $(INSTALLED)
 
@@ -40,6 +40,10 @@ demo: $(DEMO_INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+
+bench: $(DEMO_INSTALLED)
+	$(BIN)/python -m meshpar.demo prepare
+	$(BIN)/python -m benchmarks
 
 families: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweep

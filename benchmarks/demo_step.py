@@ -1,7 +1,7 @@
 """Step time of the demo model on meshes of 1 to 6 processes beside plain transformers, and the bytes a rank reads.
 
-    make demo                                    # once: makes the checkpoint
-    python benchmarks/demo_step.py               # writes benchmarks/RESULTS.md
+    make demo                            # once: makes the checkpoint
+    python -m benchmarks.demo_step       # prints the table that `make bench` writes to benchmarks/RESULTS.md
 
 Every configuration runs once a round, in turn, each in fresh processes; a row is the median over all timed steps of all
 rounds, and its ratio to the median of plain transformers in the same run. All share this machine's cores, so more
@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
 
+MODEL = "out/demo/model"
 PLAIN = "transformers, one process"
 MESHES = {
     "1 process": {},
@@ -35,23 +33,27 @@ ROWS, SEQ_LEN, WARMUP, STEPS = 4, 128, 1, 3
 
 
 def main() -> None:
-    """Run the benchmark, or, inside a worker, one configuration of it."""
+    """Print the table, or, inside a worker, run one configuration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="out/demo/model")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", default=str(Path(__file__).parent / "RESULTS.md"))
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
         run_worker(args.model, args.worker)
-        return
+    else:
+        print(table(args.model, args.rounds))
+
+
+def table(model: str = MODEL, rounds: int = 2) -> str:
+    """The Markdown of all configurations."""
     results: dict[str, list[dict]] = {name: [] for name in (PLAIN, *MESHES)}
-    for turn in range(args.rounds):
+    for turn in range(rounds):
         for name in results:
-            results[name].append(launch(args.model, name))
-            print(f"round {turn + 1}: {name}: {statistics.median(results[name][-1]['seconds']):.2f} s", flush=True)
-    Path(args.out).write_text(report(results, args))
-    print(f"wrote {args.out}")
+            results[name].append(launch(model, name))
+            seconds = statistics.median(results[name][-1]["seconds"])
+            print(f"round {turn + 1}: {name}: {seconds:.2f} s", file=sys.stderr, flush=True)
+    return _report(results, rounds)
 
 
 def launch(model: str, name: str) -> dict:
@@ -60,7 +62,7 @@ def launch(model: str, name: str) -> dict:
     world = sizes.get("pp", 1) * sizes.get("dp_shard", 1) * sizes.get("tp", 1)
     threads = max(1, (os.cpu_count() or 1) // world)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += [__file__, "--model", model, "--worker", name]
+    command += ["-m", "benchmarks.demo_step", "--model", model, "--worker", name]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -154,19 +156,13 @@ def _load_counting(path: str, config, meshpar, open_model):
     return net, opened[0].source.bytes_read
 
 
-def report(results: dict[str, list[dict]], args: argparse.Namespace) -> str:
-    """The table as Markdown."""
+def _report(results: dict[str, list[dict]], rounds: int) -> str:
     medians = {name: statistics.median(s for r in runs for s in r["seconds"]) for name, runs in results.items()}
     lines = [
-        "# Benchmark results",
-        "",
-        f"`python benchmarks/demo_step.py --rounds {args.rounds}`",
-        "",
         f"SmolLM2-135M (30 layers, hidden 576, tied), float32, {ROWS} rows of {SEQ_LEN} tokens a step, one row a "
-        "microbatch; forward, backward, clipping and AdamW.",
-        f"{os.cpu_count()} cores of {platform.machine()} ({platform.system()}), gloo, "
-        + ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers"))
-        + f"; {args.rounds} rounds in turn, {STEPS} timed steps each after {WARMUP} to warm up.",
+        f"microbatch; forward, backward, clipping and AdamW; {rounds} rounds in turn, {STEPS} timed steps each after "
+        f"{WARMUP} to warm up. All processes share the machine's cores: more of them cannot be faster here, and the "
+        "ratio is what the mesh costs on top of the same arithmetic.",
         "",
         "| configuration | processes | median step (s) | ratio to plain | bytes read / shard, worst rank |",
         "| --- | --- | --- | --- | --- |",

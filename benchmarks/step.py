@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ MODELS = {
 BATCHES = {"tiny": (2, 32), "small": (2, 256)}  # rows a dp rank, tokens a row
 VOCABULARY = {"tiny": 256, "small": 8192}
 MESHES = {"tp=2": (1, 2), "dp=2": (2, 1), "dp=2 tp=2": (2, 2)}
-ROUNDS = {"tiny": 60, "small": 8}
+ROUNDS = {"tiny": 60, "small": 11}
 WARMUP = 3
 TWIN = "hand-written twin"
 
@@ -128,8 +129,9 @@ def run_worker(model: str, mesh: str) -> None:
                 built[name] = None
                 print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             dist.barrier()
+    running = [contender for contender in built.values() if contender]
     for turn in range(WARMUP + ROUNDS[model]):
-        for contender in filter(None, built.values()):
+        for contender in random.Random(turn).sample(running, len(running)):  # no one always behind the same other
             dist.barrier()
             contender.step(keep=turn >= WARMUP)
     if dist.get_rank() == 0:
@@ -274,11 +276,12 @@ def of_transformers(whole, directory, mesh, own, tokens):
 
 
 def of_accelerate(whole, directory, mesh, own, tokens):
-    """accelerate's FSDP2."""
+    """accelerate's FSDP2, which it has for accelerators only: on a CPU it would run DDP, and has to be told."""
     import copy
 
     import torch
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.tensor import DTensor
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -287,8 +290,11 @@ def of_accelerate(whole, directory, mesh, own, tokens):
         cpu_ram_efficient_loading=False,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     model = copy.deepcopy(whole)
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    if not all(isinstance(p, DTensor) for p in model.parameters()):
+        raise RuntimeError("accelerate did not shard the model")
     dp = mesh["dp"].size()
 
     def run():
