@@ -26,10 +26,9 @@ MESHES = {
     "tp=2": {"tp": 2},
     "pp=2": {"pp": 2},
     "pp=2 tp=2": {"pp": 2, "tp": 2},
-    "dp_shard=2 tp=2": {"dp_shard": 2, "tp": 2},
     "pp=2 tp=3": {"pp": 2, "tp": 3},
 }
-ROWS, SEQ_LEN, WARMUP, STEPS = 4, 128, 1, 3
+ROWS, SEQ_LEN, WARMUP, STEPS = 4, 128, 1, 2
 
 
 def main() -> None:

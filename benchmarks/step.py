@@ -30,7 +30,7 @@ MODELS = {
 BATCHES = {"tiny": (2, 32), "small": (2, 256)}  # rows a dp rank, tokens a row
 VOCABULARY = {"tiny": 256, "small": 8192}
 MESHES = {"tp=2": (1, 2), "dp=2": (2, 1), "dp=2 tp=2": (2, 2)}
-ROUNDS = {"tiny": 60, "small": 11}
+ROUNDS = {"tiny": 40, "small": 8}
 WARMUP = 3
 TWIN = "hand-written twin"
 
