@@ -12,12 +12,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from .config import MESH_SIZES
 from .load import skeleton_from_config
-from .mesh import DEFAULT_TIMEOUT
+from .mesh import DEFAULT_TIMEOUT, on_first_rank
 from .model import ParallelModel
 from .optimizer_state import NamedOptimizer
 from .pieces import Piece, StoredTensors, parameter_piece, read_pieces, whole_piece, write_pieces
@@ -42,8 +41,6 @@ MANIFEST = "meshpar.json"
 FORMAT = 1
 STEP_DIRECTORY = re.compile(r"step-(\d+)")
 UNFINISHED = ".tmp"
-
-T = TypeVar("T")
 
 
 def save(directory: str | Path, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> None:
@@ -155,20 +152,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if found != FORMAT:
         raise ValueError(f"{directory / MANIFEST} has format {found!r}; this version reads format {FORMAT}")
     return manifest
-
-
-def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``action`` on rank 0; every rank gets what it returned, or raises what it raised."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 # What is saved

@@ -1,12 +1,12 @@
 """What passes between decoder layers: one recorded forward of the whole model, on tensors without data.
 
-A border between two layers can be cut where hidden states are all that crosses it: what lies behind is then computed
-from them, from the token ids and masks that every stage has, and from parameters that lie behind too. Each tensor of
-the recorded forward is labelled with what it was computed from: the hidden states that left layer i (label i), the
-embedding of the tokens (label -1), or what other parameters before the first layer gave (label -2). Leaving a layer as
-its hidden states, a tensor gets that layer's label alone. A layer that computes with the embedding has it carried over
-every border; one that computes with anything else that is older forbids the borders in between. No table of models is
-needed.
+A border between two layers can be cut where hidden states, or they and the embedding, are all that crosses it: what
+lies behind is then computed from them, from the token ids and masks that every stage has, and from parameters that lie
+behind too. Each tensor of the recorded forward is labelled with what it was computed from: the hidden states that left
+layer i (label i), the embedding of the tokens (label -1), or what other parameters before the first layer gave (label
+-2). Leaving a layer as its hidden states, a tensor gets that layer's label alone. A layer that computes with the
+embedding has it carried over every border; one that computes with anything else that is older forbids the borders in
+between. No table of models is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 
 _ROWS, _SEQ_LEN = 2, 16
-_EMBEDDING, _START = -1, -2  # labels of what lies before the first layer: the embedding, and all else with parameters
+# Labels of what lies before the first layer: the embedding, and all else with parameters; and of what is drawn at
+# random outside the layers, which a later stage would draw anew.
+_EMBEDDING, _START, _RANDOM = -1, -2, -3
 _AFTER, _BETWEEN, _BEFORE = "after its last decoder layer", "between decoder layers", "before its first decoder layer"
 _aten = torch.ops.aten
 _SHAPE_ONLY = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided"
@@ -193,6 +195,8 @@ class _Recorder(NoData):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         reads = func.overloadpacket not in _READS_SHAPE_ONLY
         labels = frozenset().union(*(self._read(t) for t in given)) if reads else frozenset()
+        if isinstance(self._phase, str) and torch.Tag.nondeterministic_seeded in func.tags:
+            labels |= {_RANDOM}
         if isinstance(self._phase, int):
             self._consume(labels, self._phase, self.anatomy.layer(self._phase))
         for tensor in _tensors(out):
@@ -236,7 +240,10 @@ class _Recorder(NoData):
 
     def _consume(self, labels: Iterable[int], layer: int, user: str) -> None:
         """What has label l at ``layer`` lies on one stage with it: a border after layer l + 1 would hold it back."""
-        for label in labels:
+        labels = frozenset(labels)
+        if labels >= {_EMBEDDING, _RANDOM}:
+            labels = labels - {_EMBEDDING} | {_START}
+        for label in labels - {_RANDOM}:
             origin = "the embeddings" if label < 0 else f"the output of {self.anatomy.layer(label)}"
             why = f"cannot be cut there: besides its hidden states, {user} uses a value computed from {origin}"
             borders = range(max(label, -1) + 2, layer + 1)

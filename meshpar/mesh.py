@@ -50,18 +50,22 @@ def init_distributed(
     return device
 
 
-def on_first_rank(find: Callable[[], T]) -> T:
-    """What ``find`` returns, or raises, on rank 0, on every rank: one rank does the work, and all agree."""
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on rank 0; every rank of ``group`` gets what it returned, or raises what it raised.
+
+    What cannot be sent is raised as a RuntimeError on the other ranks.
+    """
     if dist.get_backend() == "fake":  # no other rank is there
-        return find()
+        return action()
     answer: list = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer = [find(), None]
+            answer = [action(), None]
+            pickle.dumps(answer)
         except Exception as error:
-            dist.broadcast_object_list([None, _portable(error)], src=0)
+            dist.broadcast_object_list([None, _portable(error)], src=0, group=group)
             raise
-    dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, src=0, group=group)
     value, failure = answer
     if failure is not None:
         raise failure

@@ -70,8 +70,8 @@ def parallelize_model(
     skeleton = opened.skeleton
     check_model(config, skeleton.config)
     the_mesh = adopt_mesh(mesh, device) if mesh is not None else build_mesh(config, device)
+    _check_alike(skeleton, config, plan)
     the_plan = make_plan(skeleton, config, plan, on_first_rank)
-    _check_agreed(the_plan)
     reader = Reader(skeleton, opened.source, the_mesh)
     full = FullTensors.describe(skeleton, the_mesh, the_plan.flow)
     pin_layout(skeleton)
@@ -99,15 +99,19 @@ def parallelize_model(
     return ParallelModel(runner, the_mesh, config, the_plan, full, opened.origin).train()
 
 
-def _check_agreed(plan: Plan) -> None:
-    """Plans differ where ranks were given something else, or have other packages."""
-    own = hashlib.sha256(f"{plan}\n{sorted(plan.blocks.items())}".encode()).hexdigest()
+def _check_alike(skeleton: PreTrainedModel, config: ParallelConfig, plan: str | Mapping[str, Style]) -> None:
+    """Rank 0's plan is every rank's, so all must have been given the same."""
+    shapes = [(n, tuple(p.shape)) for n, p in skeleton.named_parameters()]
+    styles = (
+        plan if isinstance(plan, str) else [(n, s if isinstance(s, str) else type(s).__name__) for n, s in plan.items()]
+    )
+    own = hashlib.sha256(f"{shapes}\n{config}\n{styles}".encode()).hexdigest()
     everyone = [""] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     if len(set(everyone)) > 1:
         odd = next(rank for rank, digest in enumerate(everyone) if digest != everyone[0])
         raise RuntimeError(
-            f"rank {odd} has another plan than rank 0: model, config, plan and packages must be the same on all"
+            f"rank {odd} was given another model, config or plan than rank 0; all must be given the same"
         )
 
 

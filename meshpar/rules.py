@@ -378,11 +378,11 @@ def _mixture(block: nn.Module) -> Block | None:
                 return None
             found.styles[name] = "experts"
             found.cuts |= {f"{name}.{n}": cut for n, cut in cuts.items()}
-            identities = (n for n, m in child.named_children() if isinstance(m, nn.Identity))
-            found.styles |= {f"{name}.{n}": "identity_expert" for n in identities}
+            if hasattr(child, "identity_expert"):
+                found.styles[f"{name}.identity_expert"] = "identity_expert"
         elif name in _ROUTERS:
             found.styles[name] = "replicate"
-        elif name == "post_mlp_layernorm":
+        elif name == "post_mlp_layernorm" and child is [*block.children()][-1]:
             found.styles[name] = "norm_of_sum"
         elif name in _SHARED:
             shared = _mlp(child, "block_sum")
@@ -425,6 +425,8 @@ def _expert_cuts(experts: nn.Module) -> dict[str, Cut | OnFirst] | None:
         return None
     if not all(_is_harmless(n, m) for n, m in experts.named_children()):
         return None
+    if any(isinstance(m, nn.Identity) and n != "identity_expert" for n, m in experts.named_children()):
+        return None  # it may stand for anything
     runs = 2 if up_name == "gate_up_proj" else 1
     fits = {
         transposed: (up.shape[1 + transposed], up.shape[2 - transposed])

@@ -3,7 +3,8 @@
 A rank keeps one Hugging Face model. Layers of other ranks become holes that return their hidden states unchanged, so
 layer indices, parameter names and `config.layer_types[i]` stay what they are. To run as one of its stages the model
 swaps in a layer list with holes around that stage's layers and calls its own unmodified forward on the token ids. What
-has parameters before the first layer gives blanks on later stages; the forward ends at the hole after a stage's layers.
+has parameters before the first layer gives blanks on later stages, or, where layers use the embedding, what was sent of
+it; the forward ends at the hole after a stage's layers.
 """
 
 from __future__ import annotations
@@ -181,15 +182,6 @@ class End(Hole):
         raise StageEnd
 
 
-class Carried(Hole):
-    """Stands on later stages for the embedding where layers use it beside their hidden states: what was sent of it."""
-
-    received: Tensor | None = None
-
-    def forward(self, *args, **kwargs):
-        return self.received
-
-
 class StageEnd(BaseException):
     """Leaves the model's forward; no error, and so nothing that catches errors should catch it."""
 
@@ -218,6 +210,15 @@ class Blank(Hole):
         return spread(torch.zeros((), dtype=dtype, device=self.device), value.shape)
 
 
+class Carried(Blank):
+    """Stands on later stages for the embedding where layers use it beside their hidden states: what was sent of it."""
+
+    received: Tensor | None = None
+
+    def forward(self, *args, **kwargs):
+        return self.received
+
+
 @dataclass
 class Stage:
     """One pipeline stage of a skeleton: its range and what to swap in to run it."""
@@ -232,8 +233,9 @@ class Stage:
 
     def receive(self, x: Tensor, seq_len: int) -> None:
         """Have the next forward go on from ``x``: hidden states, and behind them seq_len positions of the embedding."""
-        if self.embedding is not None:
-            x, self.embedding.received = x.split((x.shape[1] - seq_len, seq_len), 1)
+        if self.embedding is not None:  # contiguous, as models view both as rows
+            parts = x.split((x.shape[1] - seq_len, seq_len), 1)
+            x, self.embedding.received = (part.contiguous() for part in parts)
         self.injection.received = x
         for blank in self.blanks:
             blank.dtype, blank.device = x.dtype, x.device
@@ -256,6 +258,8 @@ class Stage:
             self.captured = self.embedded = None
             if self.injection is not None:
                 self.injection.received = None
+            if isinstance(self.embedding, Carried):
+                self.embedding.received = None
 
 
 def split_model(
@@ -274,9 +278,7 @@ def split_model(
     for i in range(anatomy.num_layers):
         if i not in kept:
             layers[i] = Hole(whole[i], flow.hidden[i], flow.returns[i])
-    blanks: dict[str, Hole] = {name: Blank(meta_copy(unmodified.get_submodule(name))) for name in flow.before}
-    if flow.carried:
-        blanks[anatomy.embedding] = Carried(model.get_submodule(anatomy.embedding))
+    blanks = {name: Blank(meta_copy(unmodified.get_submodule(name)).to("meta")) for name in flow.before}
     has_first, has_last = any(r.is_first for r in own), any(r.is_last for r in own)
     for name in () if has_last else flow.after:
         _replace(model, name, Hole(model.get_submodule(name)))
@@ -321,7 +323,7 @@ def _make_stage(
     anatomy: Anatomy,
     r: StageRange,
     whole: list[nn.Module],
-    blanks: dict[str, Hole],
+    blanks: dict[str, Blank],
     flow: Flow,
 ) -> Stage:
     def hole(i: int, cls: type[Hole] = Hole) -> Hole:
@@ -331,13 +333,17 @@ def _make_stage(
     shown: list[nn.Module] = [whole[i] if r.start <= i < r.stop else hole(i) for i in range(anatomy.num_layers)]
     if not r.is_first:
         stage.injection = shown[r.start - 1] = hole(r.start - 1, Injection)
-        stage.blanks = [blank for blank in blanks.values() if isinstance(blank, Blank)]
+        if flow.carried:
+            stage.embedding = Carried(blanks[anatomy.embedding]._stands_for[0])
+            blanks = {**blanks, anatomy.embedding: stage.embedding}
+        stage.blanks = blanks.values()
         stage.swaps += [(*_place(model, name), blank) for name, blank in blanks.items()]
     if not r.is_last:
         shown[r.stop] = hole(r.stop, End)
         whole[r.stop - 1].register_forward_hook(lambda _, args, out: _capture(stage, out))
-    if flow.carried:
-        stage.embedding = blanks[anatomy.embedding] if not r.is_first else model.get_submodule(anatomy.embedding)
+    if r.is_first and flow.carried:
+        stage.embedding = model.get_submodule(anatomy.embedding)
+    if stage.embedding is not None:
         stage.embedding.register_forward_hook(lambda _, args, out: _embed(stage, out))
     stage.swaps.append((*_place(model, anatomy.layers), nn.ModuleList(shown)))
     return stage
@@ -374,8 +380,8 @@ class Runner(nn.Module):
     ) -> Tensor:
         """Run stage ``index`` on ``inputs`` (input_ids [b, s], masks, positions), and ``x`` from the stage before it.
 
-        Returns hidden states for the next stage ([b, s, h], or this rank's sequence shard of them), or on the last
-        stage the logits [b, s, local vocabulary], or what ``loss`` makes of them.
+        Returns hidden states for the next stage ([b, s, h], or this rank's sequence shard of them; a carried embedding
+        [b, s, h] behind them), or on the last stage the logits [b, s, local vocabulary] or what ``loss`` makes of them.
         """
         stage = next(s for s in self.stages if s.range.index == index)
         self.tp.rows, self.tp.seq_len = inputs["input_ids"].shape[0], seq_len

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from meshpar.anatomy import dissect
 from meshpar.config import ParallelConfig
 from meshpar.flow import Flow, follow
 from meshpar.load import skeleton_from_config
 from meshpar.plan import make_plan
-from meshpar.split import stage_ranges
+from meshpar.split import Carried, Injection, Stage, StageRange, stage_ranges
 from tests import jobs, models
 
 # Learned positions and fused projections; tuples from layers, a tied head of three modules, named before the embedding;
@@ -107,14 +108,32 @@ def with_late_embedding(touch):
 
 @pytest.mark.parametrize(
     ("touch", "carried"),
-    [(lambda embedded: embedded * 2, True), (lambda embedded: embedded.mul_(2), False)],
-    ids=["read", "changed in place"],
+    [
+        (lambda embedded: embedded * 2, True),
+        (lambda embedded: embedded.mul_(2), False),
+        (lambda embedded: nn.functional.dropout(embedded, 0.5), False),
+    ],
+    ids=["read", "changed in place", "random"],
 )
 def test_the_embedding_is_carried_only_if_it_stays_what_it_was(touch, carried):
-    """A later stage would change what is already changed once more."""
+    """A later stage would change what is already changed once more, or drop other elements."""
     model = with_late_embedding(touch)
     flow = follow(model, dissect(model), torch.float32, "pp=2")
     assert (flow.carried, bool(flow.uncut)) == (carried, not carried)
+
+
+def test_what_is_received_can_be_viewed_and_asked_for_its_device():
+    """Two rows: hidden states and embedding lie in turn in what is received. Code reads the embedding's device."""
+    carried, injection = Carried(nn.Embedding(9, 8, device="meta")), Injection(nn.Identity())
+    stage = Stage(StageRange(1, 2, 2, 4), injection=injection, blanks=[carried], embedding=carried)
+    sent = torch.randn(2, 8 + 16, 8)
+    stage.receive(sent, 16)
+    assert torch.equal(injection.received.view(-1, 8), sent[:, :8].reshape(-1, 8))
+    assert torch.equal(carried(None).view(-1, 8), sent[:, 8:].reshape(-1, 8))
+    assert carried.weight.device == sent.device
+    with stage.active():
+        pass
+    assert carried.received is None
 
 
 def test_layers_dropped_at_random_are_refused():

@@ -95,4 +95,4 @@ def test_what_one_rank_refuses_all_refuse(pool, error, elsewhere):
 
 def test_ranks_that_were_given_other_plans_are_told(pool):
     for message in pool.run(2, jobs.other_overrides):
-        assert message.startswith("rank 1 has another plan than rank 0")
+        assert message.startswith("rank 1 was given another model, config or plan than rank 0")

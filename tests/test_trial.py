@@ -313,3 +313,32 @@ def test_gradients_of_stock_models_with_odd_settings(pool, case):
     model_type, changes = ODD_ONES[case]
     result = pool.run(2, jobs_families.outcome, model_type, sweep.config_of((1, 1, 2), False), **changes)[0]
     assert result.get("ok"), result
+
+
+class Mixture(nn.Module):
+    """A router, stacked experts and what else is given: children of the experts, and of the block behind them."""
+
+    def __init__(self, of_experts: dict[str, nn.Module], behind: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(32, 4, bias=False), nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.zeros(4, 128, 32))
+        self.experts.down_proj = nn.Parameter(torch.zeros(4, 32, 64))
+        for name, module in of_experts.items():
+            self.experts.add_module(name, module)
+        for name, module in behind.items():
+            self.add_module(name, module)
+
+
+@pytest.mark.parametrize(
+    ("of_experts", "behind", "splits"),
+    [
+        ({}, {}, True),
+        ({"identity_expert": nn.Identity()}, {}, True),
+        ({"dropout": nn.Identity()}, {}, False),
+        ({}, {"post_mlp_layernorm": nn.LayerNorm(32)}, True),
+        ({}, {"post_mlp_layernorm": nn.LayerNorm(32), "act": nn.SiLU()}, False),
+    ],
+)
+def test_mixtures_are_taken_for_what_they_are_known_to_be(of_experts, behind, splits):
+    """They are not tried out: an Identity may stand for dropout, and a norm may be followed by more."""
+    assert (recognise(Mixture(of_experts, behind)) is not None) is splits

@@ -12,8 +12,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .. import checkpoint
-from ..checkpoint import MANIFEST, STEP_DIRECTORY, UNFINISHED, on_first_rank
+from ..checkpoint import MANIFEST, STEP_DIRECTORY, UNFINISHED
 from ..config import ConfigError
+from ..mesh import on_first_rank
 from ..model import ParallelModel
 from ..recipe import Recipe
 

@@ -22,11 +22,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoTokenizer
 
-from ..checkpoint import on_first_rank
 from ..config import ConfigError, ParallelConfig, check_model
 from ..load import skeleton_from_config
 from ..loss import count_targets, shift_labels
-from ..mesh import init_distributed
+from ..mesh import init_distributed, on_first_rank
 from ..model import ParallelModel, parallelize_model
 from ..recipe import Recipe
 from ..recipe_errors import RecipeError
