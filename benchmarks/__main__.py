@@ -1,4 +1,4 @@
-"""All benchmarks, one command: `make bench` writes benchmarks/RESULTS.md."""
+"""All benchmarks, one command: `make bench` writes benchmarks/RESULTS.md, a table as soon as it is there."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ OUT = Path(__file__).parent / "RESULTS.md"
 def main() -> None:
     """Run all and write the report."""
     packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers", "accelerate"))
-    sections = [
-        "# Benchmark results",
-        "`make bench` wrote this file. A table comes from runs in turn on one machine, and its ratios are of medians."
-        " Other tables may have met it busier.",
-        f"{os.cpu_count()} cores of {platform.machine()} ({platform.system()}), gloo, {packages}.",
-        "## Training step",
-        step.__doc__.split("\n\n")[2].replace("\n", " "),
-        step.tables(),
-        "## Head and loss",
-        loss.table(),
-        "## The demo's model on meshes",
-        demo_step.table(),
-    ]
-    OUT.write_text("\n\n".join(s.strip() for s in sections) + "\n")
-    print(f"wrote {OUT}")
+    text = (
+        "# Benchmark results\n\n"
+        "`make bench` wrote this file. A table comes from runs in turn on one machine, and its ratios are of medians. "
+        "Other tables may have met it busier.\n\n"
+        f"{os.cpu_count()} cores of {platform.machine()} ({platform.system()}), gloo, {packages}.\n"
+    )
+    for title, table in (
+        ("The demo's model on meshes", demo_step.table),
+        ("Training step", step.tables),
+        ("Head and loss", loss.table),
+    ):
+        text += f"\n## {title}\n\n{table().strip()}\n"
+        OUT.write_text(text)
+        print(f"wrote {title!r} to {OUT}", flush=True)
 
 
 if __name__ == "__main__":
