@@ -50,7 +50,7 @@ def tables() -> str:
     """The Markdown of every model and mesh."""
     lines = [
         "All contenders of a mesh live in the same processes, start from the same weights, and step in turn, in an "
-        "order drawn anew for each round. The twin is one model, written by hand in Megatron's style, in `fully_shard`. "
+        "order drawn anew for each round. The twin is one model, by hand in Megatron's style, in `fully_shard`. "
         "The first loss of each is the reference's. accelerate shards on accelerators only, and was made to here.",
         "",
     ]
