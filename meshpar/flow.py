@@ -330,7 +330,7 @@ class _Recorder(NoData):
 
     def _leave_part(self, name: str, module: nn.Module, args: tuple, out) -> None:
         self._running.remove(name)
-        if self._phase == _BEFORE and not self._running:  # later stages run without it, whatever it gives
+        if self._phase == _BEFORE:  # later stages run without it, whatever it gives
             for tensor in _tensors(out):
                 self._add(tensor, frozenset({_START}))
         if name == self.anatomy.embedding and isinstance(out, Tensor):

@@ -378,7 +378,7 @@ def _mixture(block: nn.Module) -> Block | None:
                 return None
             found.styles[name] = "experts"
             found.cuts |= {f"{name}.{n}": cut for n, cut in cuts.items()}
-            if hasattr(child, "identity_expert"):
+            if isinstance(getattr(child, "identity_expert", None), nn.Identity):
                 found.styles[f"{name}.identity_expert"] = "identity_expert"
         elif name in _ROUTERS:
             found.styles[name] = "replicate"
