@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
@@ -28,7 +28,8 @@ def apply_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str, tp:
     """Checkpoint each decoder layer of ``model``: "none", "selective", or "full" (only its input is kept)."""
     if mode == "none":
         return
-    context = {"context_fn": _selective} if mode == "selective" else {}
+    selective = _selective_graph if tp.compiled else _selective
+    context = {"context_fn": selective} if mode == "selective" else {}
     for i in range(anatomy.num_layers):
         layer = model.get_submodule(anatomy.layer(i))
         layer.forward = _checkpointed(layer, partial(checkpoint, use_reentrant=False, **context), tp)
@@ -38,7 +39,8 @@ def _checkpointed(layer: nn.Module, run: Callable, tp: TensorParallel) -> Callab
     inner = layer.forward
 
     def at_shape(rows: int, seq_len: int, *args, **kwargs):
-        tp.rows, tp.seq_len = rows, seq_len  # another batch may have run before this one is computed again
+        if (tp.rows, tp.seq_len) != (rows, seq_len):  # another batch has run before this one is computed again
+            tp.rows, tp.seq_len = rows, seq_len
         return inner(*args, **kwargs)
 
     def forward(*args, **kwargs):
@@ -51,6 +53,15 @@ def _checkpointed(layer: nn.Module, run: Callable, tp: TensorParallel) -> Callab
 def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     kept: list[Tensor | None] = []
     return _Keep(kept), _Replay(kept)
+
+
+def _selective_graph() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """The same choice for a compiler, which sees operations in a graph and not as they run."""
+    return create_selective_checkpoint_contexts(_choose)
+
+
+def _choose(context: object, func: object, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if func in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Keep(TorchDispatchMode):

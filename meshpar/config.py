@@ -71,6 +71,7 @@ class ParallelConfig:
         microbatches: microbatches of one schedule step; None leaves it to `choose_microbatches`.
         stage_layers: decoder layers of each stage, in order; None balances them by FLOPs.
         activation_checkpoint: "none", "selective" or "full".
+        compile: run each decoder layer through `torch.compile`.
         param_dtype: dtype the parameters are stored and updated in.
         compute_dtype: dtype of the forward and backward.
         reduce_dtype: dtype gradients are summed in.
@@ -89,6 +90,7 @@ class ParallelConfig:
     microbatches: int | None = None
     stage_layers: Sequence[int] | None = None
     activation_checkpoint: str = "none"
+    compile: bool = False
     param_dtype: str = "float32"
     compute_dtype: str = "bfloat16"
     reduce_dtype: str = "float32"
@@ -261,8 +263,9 @@ def _check_sizes(config: ParallelConfig) -> None:
 
 
 def _check_choices(config: ParallelConfig) -> None:
-    if not isinstance(config.sequence_parallel, bool):
-        raise ConfigError(f"sequence_parallel={config.sequence_parallel!r} must be True or False.")
+    for name in ("sequence_parallel", "compile"):
+        if not isinstance(getattr(config, name), bool):
+            raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False.")
     canonical = {name.lower(): name for name in SCHEDULES}
     _choose(config, "schedule", canonical.get(str(config.schedule).lower(), config.schedule), SCHEDULES)
     _choose(config, "activation_checkpoint", config.activation_checkpoint, ACTIVATION_CHECKPOINTS)

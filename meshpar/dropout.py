@@ -25,12 +25,18 @@ if TYPE_CHECKING:
 
 # Drop attention weights, which in a block are split by heads on every mesh.
 _OF_HEADS = {"attention_dropout", "attn_pdrop"}
+# Of heads that a causal language model has not.
+_OTHER_HEADS = ("summary", "classifier")
 
 
 def dropout_names(model: PreTrainedModel) -> set[str]:
     """The config's settings and the modules of ``model`` that drop, or jitter, with a strength above zero."""
     settings = model.config.get_text_config().to_dict().items()
-    named = {k for k, v in settings if ("drop" in k or "jitter" in k) and isinstance(v, int | float) and v > 0}
+    named = {
+        k
+        for k, v in settings
+        if ("drop" in k or "jitter" in k) and isinstance(v, int | float) and v > 0 and not k.startswith(_OTHER_HEADS)
+    }
     return named | {n for n, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0}
 
 
@@ -86,6 +92,7 @@ class _Streams:
         self.device_type, self.rank = device_type, rank
         self._common: Tensor | None = None  # the common stream's state, while this rank is on its own
 
+    @torch.compiler.disable
     def enter(self) -> None:
         """Leave the common stream for one that starts from a number drawn from it."""
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -93,6 +100,7 @@ class _Streams:
         self._common = generator.get_state()
         generator.manual_seed(seed + self.rank)
 
+    @torch.compiler.disable
     def leave(self) -> None:
         """Back to the common stream, if this rank had left it."""
         if self._common is not None:

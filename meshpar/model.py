@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from .batch import Batch, make_batch
 from .checkpointing import apply_checkpointing
 from .comm import scale_grad
+from .compiling import apply_compile
 from .config import ParallelConfig, check_model, choose_microbatches
 from .fsdp import apply_fsdp, discard_step, materialize, reshard
 from .full import FullTensors
@@ -79,7 +80,7 @@ def parallelize_model(
     ranges = stage_ranges(skeleton, the_plan.anatomy, config, the_plan.flow)
     # Under activation checkpointing what is gathered is not kept at all.
     keep_shards = config.activation_checkpoint == "none"
-    tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel, keep_shards)
+    tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel, keep_shards, config.compile)
     unmodified = meta_copy(skeleton) if tp.size > 1 else skeleton
     specs = apply_styles(skeleton, the_plan, tp, config)
     on_first_rank(partial(check_shapes, skeleton, unmodified, the_plan, tp))
@@ -87,6 +88,7 @@ def parallelize_model(
     own = [ranges[i] for i in stages_of_rank(config, the_mesh.rank("pp"))]
     stages = split_model(skeleton, unmodified, the_plan.anatomy, own, the_plan.flow)
     runner = Runner(skeleton, the_plan.anatomy, stages, tp)
+    apply_compile(runner.own_layers(), config)
     apply_fsdp(runner, runner.own_layers(), the_mesh, config)
     materialize(skeleton, specs, the_mesh, reader)
     load_buffers(skeleton, reader, device)

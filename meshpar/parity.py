@@ -276,7 +276,7 @@ def _contributions(parallel: ParallelModel) -> dict[str, float]:
 def _locate(report: VerifyReport, parallel, reference, batch, own, grads, contributions) -> None:
     """Name the first wrong module: by outputs, else by gradients, else by what the norm counts."""
     parallel.eval()
-    with record_outputs(parallel, comparable(parallel)) as recorded:
+    with torch.compiler.set_stance("force_eager"), record_outputs(parallel, comparable(parallel)) as recorded:
         parallel.eval_loss(own)
     outputs = gather_outputs(parallel, recorded, len(batch["input_ids"]))
     if reference is None:

@@ -36,6 +36,7 @@ _ELSEWHERE = {
     "dataset": "data.path",
     "model_name_or_path": "model.path",
     "gradient_checkpointing": "parallel.activation_checkpoint",
+    "torch_compile": "parallel.compile",
     "tensor_parallel_size": "parallel.tp",
     "pipeline_parallel_size": "parallel.pp",
     "dp": "parallel.dp_shard",

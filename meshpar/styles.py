@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -36,6 +37,7 @@ class TensorParallel:
     mesh: DeviceMesh
     sequence_parallel: bool
     keep_shards: bool = False  # autograd keeps shards of what is gathered
+    compiled: bool = False  # layers are compiled
     rows: int = 0  # of the batch in flight, and
     seq_len: int = 0  # its length: the shards alone do not tell how much of the last one is padding
     group: dist.ProcessGroup = field(init=False)
@@ -227,6 +229,8 @@ def _enter_block(module: nn.Module, tp: TensorParallel, block: Block) -> None:
     active: list[comm.KeepShard] = []
 
     def gather(x: Tensor) -> Tensor:
+        if tp.keep_shards and tp.compiled:  # to a compiler this says what the graph computes again
+            return checkpoint(tp.enter, x, use_reentrant=False)
         whole = tp.enter(x)
         if tp.keep_shards and torch.is_grad_enabled() and x.ndim > 2:
             active.append(comm.KeepShard(x, whole, tp.group))
@@ -251,7 +255,7 @@ def _enter_block(module: nn.Module, tp: TensorParallel, block: Block) -> None:
             active.pop().__exit__()
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    if tp.keep_shards:
+    if tp.keep_shards and not tp.compiled:
         module.register_forward_hook(leave, always_call=True)
 
 

@@ -32,8 +32,14 @@ def world(config: dict) -> int:
 
 def assert_parity(pool, config: dict, batches: list[dict], family="llama", changes=None, plan="auto", loss_bar=1e-6):
     """Run ``batches`` as successive accumulated calls on the mesh and compare with one process."""
-    losses, grads = models.reference(models.tiny_model(family, **(changes or {})), *batches)
     results = pool.run(world(config), jobs.gradients, config, batches, family, changes, plan)
+    assert_results(results, batches, family, changes, loss_bar)
+    return results
+
+
+def assert_results(results: list[dict], batches: list[dict], family="llama", changes=None, loss_bar=1e-6):
+    """What `jobs.gradients` gave on each rank is what one process gives."""
+    losses, grads = models.reference(models.tiny_model(family, **(changes or {})), *batches)
     for rank, result in enumerate(results):
         for got, want in zip(result["losses"], losses, strict=True):
             assert abs(got - want) <= loss_bar, f"loss {got} on rank {rank}, one process {want}"
@@ -43,7 +49,6 @@ def assert_parity(pool, config: dict, batches: list[dict], family="llama", chang
     errors = {name: models.relative(got[name], grads[name]) for name in grads}
     worst = max(errors, key=errors.get)
     assert errors[worst] <= 1e-5, f"gradient of {worst} is {errors[worst]:.1e} off"
-    return results
 
 
 def mesh_cases():

@@ -1,0 +1,38 @@
+"""torch.compile of each decoder layer: one graph for all layers that are alike, and parameters keep their names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .config import ParallelConfig
+
+log = logging.getLogger("meshpar")
+
+# Graphs that one layer's code may need: for each kind of layer, with and without gradients, for one length and for any.
+_GRAPHS = 64
+# Their schedules go backward through a layer twice, for its inputs and for its weights.
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def apply_compile(layers: Iterable[nn.Module], config: ParallelConfig) -> None:
+    """Compile the forward of each of ``layers`` when it first runs, if ``config`` says so.
+
+    What fully_shard and pipeline stages hook onto a layer stays outside of the graph; collectives over tp are in it.
+    """
+    if not config.compile:
+        return
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+    if config.pp > 1 and config.schedule in _SPLIT_BACKWARD:
+        # A compiled backward may otherwise write into what the second one still needs.
+        torch._functorch.config.donated_buffer = False
+        log.warning(
+            "compile=True with schedule=%s: the backward of a compiled layer does not come in two parts, so all of it "
+            "runs twice; a schedule without a split backward (1F1B, Interleaved1F1B) costs less",
+            config.schedule,
+        )
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)
