@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.utils.checkpoint import GraphExecGroup
 
 from .batch import Batch
 from .config import ParallelConfig, torch_dtype
@@ -50,6 +51,14 @@ class StageModule(nn.Module):
         names += self.flow.after if r.is_last else ()
         seen = {id(p): p for name in names for p in runner.model.get_submodule(name).parameters()}
         return iter(seen.values())
+
+
+class _Stage(PipelineStage):
+    """Computes a checkpointed layer again once for all of its weights, which a zero-bubble schedule takes in turn."""
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
 @dataclass
@@ -201,7 +210,7 @@ class Pipeline:
         ids = torch.empty((rows, seq_len), dtype=torch.int64, device="meta")
         loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
         stages = [
-            PipelineStage(
+            _Stage(
                 module,
                 module.stage.range.index,
                 module.stage.range.count,
