@@ -125,6 +125,8 @@ class Pipeline:
             if reduce:
                 last = i == len(pieces) - 1
                 self.runner.set_is_last_backward(last)
+                # The root's weights are whole through every microbatch anyway: gathering them anew saves no memory.
+                self.runner.set_reshard_after_backward(last, recurse=False)
                 # Gradients are scattered after each microbatch, or every rank would hold all of them whole; only the
                 # all-reduce between replicas can wait.
                 self.runner.set_requires_all_reduce(last)
