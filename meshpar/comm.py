@@ -161,7 +161,8 @@ class KeepShard(torch.autograd.graph.saved_tensors_hooks):
     """While it is active, what autograd keeps of ``whole`` [b, s, h], gathered from ``shard``, is the shard.
 
     The backward gathers it again, once for all that kept it (arXiv 2205.05198, section 4.2.2); the ranks of a tp group
-    run the same backward, so their all-gathers meet.
+    run the same backward, so their all-gathers meet. A zero-bubble schedule goes backward twice: for the gradients of
+    inputs alone, a product of ``whole`` and a weight reads the weight, and nothing is gathered.
     """
 
     def __init__(self, shard: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
@@ -187,6 +188,8 @@ class KeepShard(torch.autograd.graph.saved_tensors_hooks):
     def _unpack(self, kept: Tensor | tuple) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
+        if not _is_read(*kept[:2]):
+            return self._shard.new_zeros(()).expand(kept[0])
         if self._again is None:
             self._again = all_gather_dim1(self._shard, self._group)[:, : self._seq_len].contiguous()
         whole = self._again.as_strided(*kept)
@@ -194,6 +197,31 @@ class KeepShard(torch.autograd.graph.saved_tensors_hooks):
         if self._wanted == 0:  # another backward through the same graph starts over
             self._again, self._wanted = None, self._kept
         return whole
+
+
+# Nodes of matrix products: what they call the first factor, and where among their inputs the second, `mat2`, is.
+_PRODUCTS = {"MmBackward0": ("self", 1), "AddmmBackward0": ("mat1", 2)}
+
+
+def _is_read(size: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether the node that autograd runs computes with what it unpacks; True where that cannot be told.
+
+    The first factor of a product is unpacked even where no gradient of the second, the weight, is wanted.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None or node.name() not in _PRODUCTS:
+        return True
+    first, second = _PRODUCTS[node.name()]
+
+    def is_unpacked(factor: str) -> bool:
+        shape = getattr(node, f"_saved_{factor}_sym_sizes"), getattr(node, f"_saved_{factor}_sym_strides")
+        return shape == (tuple(size), tuple(stride))
+
+    weight = node.next_functions[second][0]
+    if not is_unpacked(first) or is_unpacked("mat2") or weight is None:
+        return True
+    # The engine does not tell of a leaf.
+    return weight.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(weight)
 
 
 def gather_alike(x: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
+from .blocks import hidden_argument
 
 _ROWS, _SEQ_LEN = 2, 16
 # Labels of what lies before the first layer: the embedding, and all else with parameters; and of what is drawn at
@@ -46,7 +47,8 @@ class Flow:
     ``trailing``: hidden states are [batch, seq, *trailing]. ``uncut``: layers that must follow the one before them on
     the same stage -> why. ``behind``: parts with parameters, beside the layers, that run only once the first layer has.
     ``mixed``: what runs, or is read, both before the first layer and later. ``carried``: whether stages pass on, beside
-    the hidden states, what the embedding gave.
+    the hidden states, what the embedding gave. ``straight``: whether what the embedding gives goes to the first layer
+    as it is, and nothing else computes with it.
     """
 
     before: tuple[str, ...] = ()
@@ -58,6 +60,7 @@ class Flow:
     behind: frozenset[str] = frozenset()
     mixed: tuple[str, ...] = ()
     carried: bool = False
+    straight: bool = False
 
 
 def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype, wanted_by: str) -> Flow:
@@ -90,6 +93,7 @@ def follow(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype, wanted_
         recorder.on_shards(),
         tuple(recorder.mixed()),
         recorder.carried,
+        recorder.straight,
     )
 
 
@@ -170,12 +174,13 @@ class _Recorder(NoData):
         self.returns: list[tuple[type, int] | None] = []
         self.shapes: list[torch.Size] = []
         self.uncut: dict[int, str] = {}
-        self.carried = False
+        self.carried = self.straight = False
         self._late: dict[int, str] = {}  # borders behind which the embedding is used once more -> by what
         self._phase: int | str = _BEFORE
         self._output: Tensor | None = None
         self._embedded: list[Tensor] = []
         self._changed = False  # what the embedding gave, in place
+        self._computed_with = False  # what the embedding gave, outside of the first layer
         self._labels: dict[int, frozenset[int]] = {}
         self._alive: list = []  # a storage's address names it only while it lives
         self._spare: dict[int, int] = {}  # what a layer returned beside its hidden states
@@ -215,6 +220,8 @@ class _Recorder(NoData):
 
     def _read(self, tensor: Tensor) -> frozenset[int]:
         key = _storage(tensor)
+        if self._phase != 0 and key in map(_storage, self._embedded):
+            self._computed_with = True
         if key in self._names:
             return self._read_parameter(self._names[key])
         if key in self._spare and isinstance(self._phase, str):  # on a later stage a hole gives None
@@ -293,6 +300,9 @@ class _Recorder(NoData):
         if index != len(self.returns) or isinstance(self._phase, int):
             self._forbid(self._all(), "does not run its decoder layers one after the other")
         self._phase = index
+        if index == 0:
+            hidden = args[0] if args else kwargs.get(hidden_argument(args, kwargs))
+            self.straight = len(self._embedded) == 1 and hidden is self._embedded[0]
         given = {**dict(enumerate(args)), **kwargs}
         tensors = [k for k, v in given.items() if isinstance(v, Tensor)]
         same = [k for k in tensors if given[k] is self._output]
@@ -342,6 +352,7 @@ class _Recorder(NoData):
     def finish(self, logits: Tensor) -> None:
         """What only the whole forward tells."""
         count = self.anatomy.num_layers
+        self.straight = self.straight and not self._computed_with
         if len(self.returns) != count:
             self.uncut = dict.fromkeys(self._all(), f"runs {len(self.returns)} of its {count} decoder layers")
         self._consume(self._labels.get(_storage(logits), ()), count - 1, "what follows the last layer")

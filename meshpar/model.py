@@ -78,9 +78,14 @@ def parallelize_model(
     pin_layout(skeleton)
 
     ranges = stage_ranges(skeleton, the_plan.anatomy, config, the_plan.flow)
-    # Under activation checkpointing what is gathered is not kept at all.
-    keep_shards = config.activation_checkpoint == "none"
-    tp = TensorParallel(the_mesh.device_mesh["tp"], config.sequence_parallel, keep_shards, config.compile)
+    tp = TensorParallel(
+        the_mesh.device_mesh["tp"],
+        config.sequence_parallel,
+        # Under activation checkpointing what is gathered is not kept at all.
+        keep_shards=config.activation_checkpoint == "none",
+        sum_at_layers=the_plan.flow.straight and the_plan[the_plan.anatomy.embedding] == "embedding_rowwise",
+        compiled=config.compile,
+    )
     unmodified = meta_copy(skeleton) if tp.size > 1 else skeleton
     specs = apply_styles(skeleton, the_plan, tp, config)
     on_first_rank(partial(check_shapes, skeleton, unmodified, the_plan, tp))

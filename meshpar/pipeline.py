@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.utils.checkpoint import GraphExecGroup
 
 from .batch import Batch
 from .config import ParallelConfig, torch_dtype
@@ -50,6 +51,14 @@ class StageModule(nn.Module):
         names += self.flow.after if r.is_last else ()
         seen = {id(p): p for name in names for p in runner.model.get_submodule(name).parameters()}
         return iter(seen.values())
+
+
+class _Stage(PipelineStage):
+    """Computes a checkpointed layer again once for all of its weights, which a zero-bubble schedule takes in turn."""
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
 @dataclass
@@ -116,6 +125,8 @@ class Pipeline:
             if reduce:
                 last = i == len(pieces) - 1
                 self.runner.set_is_last_backward(last)
+                # The root's weights are whole through every microbatch anyway: gathering them anew saves no memory.
+                self.runner.set_reshard_after_backward(last, recurse=False)
                 # Gradients are scattered after each microbatch, or every rank would hold all of them whole; only the
                 # all-reduce between replicas can wait.
                 self.runner.set_requires_all_reduce(last)
@@ -201,7 +212,7 @@ class Pipeline:
         ids = torch.empty((rows, seq_len), dtype=torch.int64, device="meta")
         loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
         stages = [
-            PipelineStage(
+            _Stage(
                 module,
                 module.stage.range.index,
                 module.stage.range.count,

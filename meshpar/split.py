@@ -368,7 +368,7 @@ class Runner(nn.Module):
         first = next((s for s in stages if s.range.is_first), None)
         if first is not None and tp.sequence_parallel:
             layer = model.get_submodule(anatomy.layer(0))
-            layer.register_forward_pre_hook(lambda _, a, k: map_hidden(a, k, tp.split), with_kwargs=True)
+            layer.register_forward_pre_hook(lambda _, a, k: map_hidden(a, k, tp.enter_layers), with_kwargs=True)
 
     def own_layers(self) -> list[nn.Module]:
         """The decoder layers this rank holds, in order."""

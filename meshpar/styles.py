@@ -37,6 +37,7 @@ class TensorParallel:
     mesh: DeviceMesh
     sequence_parallel: bool
     keep_shards: bool = False  # autograd keeps shards of what is gathered
+    sum_at_layers: bool = False  # what the embedding looks up is summed where the first layer begins
     compiled: bool = False  # layers are compiled
     rows: int = 0  # of the batch in flight, and
     seq_len: int = 0  # its length: the shards alone do not tell how much of the last one is padding
@@ -49,6 +50,7 @@ class TensorParallel:
         self.size, self.rank = self.mesh.size(), self.mesh.get_local_rank()
         self.sequence_parallel = self.sequence_parallel and self.size > 1
         self.keep_shards = self.keep_shards and self.sequence_parallel
+        self.sum_at_layers = self.sum_at_layers and self.sequence_parallel
 
     def enter(self, x: Tensor) -> Tensor:
         """Into a block: [b, shard, h] gathered to [b, seq_len, h], or [b, seq_len, h] as it is."""
@@ -81,6 +83,10 @@ class TensorParallel:
         if not self.sequence_parallel:
             return x
         return self._by_rows(x, self.seq_len, lambda rows: comm.split_sequence(rows, self.group))
+
+    def enter_layers(self, x: Tensor) -> Tensor:
+        """Into the first decoder layer: [b, seq_len, h] to what lies between blocks."""
+        return self.leave(x) if self.sum_at_layers else self.split(x)
 
     def _by_rows(self, x: Tensor, length: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
         """``fn`` of [b, length, ...], which some code flattens to [b * length, ...]."""
@@ -327,7 +333,8 @@ def _embedding(module: nn.Embedding, tp: TensorParallel, layout: Layout) -> None
         return (args[0] - start).masked_fill(absent[-1], 0)
 
     def sum_found(_: nn.Module, args: tuple, rows: Tensor) -> Tensor:
-        return comm.reduce_from(rows.masked_fill(absent.pop().unsqueeze(-1), 0), tp.group)
+        found = rows.masked_fill(absent.pop().unsqueeze(-1), 0)
+        return found if tp.sum_at_layers else comm.reduce_from(found, tp.group)
 
     module.register_forward_pre_hook(local_ids)
     module.register_forward_hook(sum_found)

@@ -84,6 +84,8 @@ def _join_tp(parallel: ParallelModel, name: str, parts: list[Tensor]) -> Tensor:
         return parts[0]
     if style in ("colwise", "pair_in", "vocab_head", "colwise_norm"):
         return _join_features(parts, layout)
+    if style == "embedding_rowwise" and parallel._runner.tp.sum_at_layers:
+        return torch.stack(parts).sum(0)
     inside = parallel.plan.block_of(name) not in (None, name)
     sharded = style != "embedding_rowwise" and not (inside and style != "rowwise")
     if sharded and parallel._runner.tp.sequence_parallel:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshpar.comm import KeepShard, gather_sequence
 from tests.jobs import make
 
 
@@ -54,6 +57,42 @@ def gradients_of_two_backwards(config: dict, batch: dict) -> tuple[dict, dict]:
     once = _gradients(model)
     loss.backward()
     return once, _gradients(model)
+
+
+PRODUCTS = {
+    "weight second": lambda x, w, b: x @ w.t(),
+    "weight first": lambda x, w, b: (w @ x.transpose(1, 2)).transpose(1, 2),
+    "weight first, rows": lambda x, w, b: (w @ x.flatten(0, 1).t()).t(),
+    "weight as it is": lambda x, w, b: x @ w,
+    "bias": lambda x, w, b: torch.nn.functional.linear(x, w, b),
+    "with itself": lambda x, w, b: (x @ w.t()) * x,
+}
+
+
+def gradients_asked_for_apart(seq: int) -> dict[str, list[tuple[float, float]]]:
+    """Of each product of a gathered input: its gradients taken one after another, and all at once, as sums of squares.
+
+    [1, seq, seq] inputs and weights: shapes alone do not tell the factors apart.
+    """
+    group, found = dist.group.WORLD, {}
+    shard = torch.randn(1, seq // group.size(), seq, generator=torch.Generator().manual_seed(dist.get_rank()))
+    weight, bias = torch.randn(seq, seq, generator=torch.Generator().manual_seed(9)), torch.ones(seq)
+
+    def make_graph(product) -> tuple[Tensor, list[Tensor]]:
+        leaves = [t.clone().requires_grad_() for t in (shard, weight, bias)]
+        whole = gather_sequence(leaves[0], group, seq)
+        with KeepShard(leaves[0], whole, group):
+            out = product(whole, *leaves[1:])
+        return out.pow(2).sum(), leaves
+
+    for name, product in PRODUCTS.items():
+        apart, leaves = make_graph(product)
+        one_by_one = [torch.autograd.grad(apart, x, retain_graph=True, allow_unused=True)[0] for x in leaves]
+        once, leaves = make_graph(product)
+        at_once = torch.autograd.grad(once, leaves, allow_unused=True)
+        pairs = zip(one_by_one, at_once, strict=True)
+        found[name] = [tuple(g.pow(2).sum().item() for g in pair) for pair in pairs if pair[0] is not None]
+    return found
 
 
 def _gradients(model) -> dict[str, torch.Tensor]:

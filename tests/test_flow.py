@@ -122,6 +122,20 @@ def test_the_embedding_is_carried_only_if_it_stays_what_it_was(touch, carried):
     assert (flow.carried, bool(flow.uncut)) == (carried, not carried)
 
 
+@pytest.mark.parametrize(
+    ("family", "straight"),
+    [("llama", True), ("qwen3", True), ("gemma3_text", True), ("granite", False), ("gpt2", False)],
+)
+def test_whether_the_first_layer_is_given_the_embedding_as_it_is(family, straight):
+    """Granite scales it first and GPT-2 adds positions; Gemma's embedding scales what it gives itself."""
+    assert flow_of(family).straight == straight
+
+
+def test_an_embedding_that_layers_use_once_more_does_not_go_straight_to_the_first():
+    model = with_late_embedding(lambda embedded: embedded * 2)
+    assert not follow(model, dissect(model), torch.float32, "pp=2").straight
+
+
 def test_what_is_received_can_be_viewed_and_asked_for_its_device():
     """Two rows: hidden states and embedding lie in turn in what is received. Code reads the embedding's device."""
     carried, injection = Carried(nn.Embedding(9, 8, device="meta")), Injection(nn.Identity())

@@ -31,6 +31,16 @@ def test_a_graph_can_be_gone_through_twice(pool, seq):
         assert all((2 * once[n]).equal(twice[n]) for n in once)
 
 
+def test_gradients_taken_apart_are_those_taken_at_once(pool):
+    """What is not gathered for the gradients of inputs alone must not be what any gradient is computed from."""
+    for found in pool.run(2, jobs.gradients_asked_for_apart, 8):
+        assert found.keys() == jobs.PRODUCTS.keys()
+        for name, pairs in found.items():
+            for apart, at_once in pairs:
+                assert apart == pytest.approx(at_once, rel=1e-6), name
+                assert at_once > 0
+
+
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_weight_gradients_of_their_own_find_it_again(pool, schedule):
     assert_parity(pool, mesh_config(2, 1, 2, schedule) | dict(microbatches=4), [models.make_batch(kind="ragged")])
