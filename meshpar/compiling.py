@@ -8,14 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .config import ParallelConfig
+from .config import SPLIT_BACKWARD, ParallelConfig
 
 log = logging.getLogger("meshpar")
 
 # Graphs that one layer's code may need: for each kind of layer, with and without gradients, for one length and for any.
 _GRAPHS = 64
-# Their schedules go backward through a layer twice, for its inputs and for its weights.
-_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def apply_compile(layers: Iterable[nn.Module], config: ParallelConfig) -> None:
@@ -26,7 +24,7 @@ def apply_compile(layers: Iterable[nn.Module], config: ParallelConfig) -> None:
     if not config.compile:
         return
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
-    if config.pp > 1 and config.schedule in _SPLIT_BACKWARD:
+    if config.pp > 1 and config.schedule in SPLIT_BACKWARD:
         # A compiled backward may otherwise write into what the second one still needs.
         torch._functorch.config.donated_buffer = False
         log.warning(

@@ -19,6 +19,9 @@ ACTIVATION_CHECKPOINTS = ("none", "selective", "full")
 # float16 is left out: its gradients underflow without loss scaling, which meshpar does not do.
 DTYPES = ("float32", "bfloat16")
 
+# Their backward comes in two parts, for a stage's inputs and for its weights.
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
 # torch's PipelineStage carries DTensors between stages from this release on.
 PIPELINE_TORCH = (2, 13)
 
@@ -71,6 +74,8 @@ class ParallelConfig:
         microbatches: microbatches of one schedule step; None leaves it to `choose_microbatches`.
         stage_layers: decoder layers of each stage, in order; None balances them by FLOPs.
         activation_checkpoint: "none", "selective" or "full".
+        reshard_after_forward: give the gathered weights of a layer back after its forward, and gather them again for
+            its backward (FSDP); None does so without a pipeline. With one that costs a gather a microbatch, each way.
         compile: run each decoder layer through `torch.compile`.
         param_dtype: dtype the parameters are stored and updated in.
         compute_dtype: dtype of the forward and backward.
@@ -90,6 +95,7 @@ class ParallelConfig:
     microbatches: int | None = None
     stage_layers: Sequence[int] | None = None
     activation_checkpoint: str = "none"
+    reshard_after_forward: bool | None = None
     compile: bool = False
     param_dtype: str = "float32"
     compute_dtype: str = "bfloat16"
@@ -100,6 +106,7 @@ class ParallelConfig:
         _check_choices(self)
         _check_stage_layers(self)
         if self.pp > 1:
+            _check_reshard(self)
             _check_virtual_stages(self)
             _check_microbatches(self)
 
@@ -147,6 +154,11 @@ class ParallelConfig:
         """Pipeline stages of the model: pp * virtual_stages, or 1 where there is no pipeline."""
         pp = self._product("pp")
         return pp * self.virtual_stages if pp > 1 else 1
+
+    @property
+    def reshards(self) -> bool:
+        """Whether a layer's weights are gathered anew for its backward."""
+        return self.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -266,6 +278,8 @@ def _check_choices(config: ParallelConfig) -> None:
     for name in ("sequence_parallel", "compile"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False.")
+    if config.reshard_after_forward not in (None, True, False):
+        raise ConfigError(f"reshard_after_forward={config.reshard_after_forward!r} must be True, False or None.")
     canonical = {name.lower(): name for name in SCHEDULES}
     _choose(config, "schedule", canonical.get(str(config.schedule).lower(), config.schedule), SCHEDULES)
     _choose(config, "activation_checkpoint", config.activation_checkpoint, ACTIVATION_CHECKPOINTS)
@@ -294,6 +308,14 @@ def _check_stage_layers(config: ParallelConfig) -> None:
         raise ConfigError(
             f"stage_layers={list(layers)} has {len(layers)} entries; {made_of} makes {config.num_stages} stages, "
             "so give that many."
+        )
+
+
+def _check_reshard(config: ParallelConfig) -> None:
+    if config.reshard_after_forward and config.schedule in SPLIT_BACKWARD:
+        raise ConfigError(
+            f"reshard_after_forward=True does not work with schedule={config.schedule}, which needs the weights again "
+            "after the backward that FSDP gathers them for; use 1F1B or Interleaved1F1B, or reshard_after_forward=None."
         )
 
 

@@ -26,14 +26,14 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
 
     A layer that shares a parameter with anything outside it stays in the root's group: FSDP has one group a parameter.
     Gradients are summed, not averaged: the loss already is a sum over the token count of the whole step. Under pp the
-    weights stay gathered for the step, or every microbatch would gather them again.
+    weights stay gathered for the step unless the config says otherwise, or every microbatch would gather them again.
     """
     if mesh.fsdp.size() > 1:
         _refuse_own_backward(layers)
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(config.compute_dtype), reduce_dtype=torch_dtype(config.reduce_dtype)
     )
-    reshard = config.pp == 1 and mesh.fsdp.size() > 1
+    reshard = config.reshards and mesh.fsdp.size() > 1
     for module in (*_apart(root, layers), root):
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module is not root)
     for module in _fsdp_modules(root):
@@ -116,10 +116,11 @@ def _fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in root.modules() if isinstance(m, FSDPModule))
 
 
-def hold_gradients(root: FSDPModule) -> None:
-    """Until `reduce_gradients`: backwards add to whole gradients, and weights stay gathered."""
+def hold_gradients(root: FSDPModule, reshard: bool = False) -> None:
+    """Until `reduce_gradients`: backwards add to whole gradients, and weights stay gathered, or layers' do not."""
     root.set_is_last_backward(False)
-    root.set_reshard_after_backward(False)
+    root.set_reshard_after_backward(reshard)
+    root.set_reshard_after_backward(False, recurse=False)
     root.set_requires_gradient_sync(False)
 
 

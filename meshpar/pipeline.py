@@ -85,7 +85,7 @@ class Pipeline:
         reshard(self.runner)  # a forward alone leaves weights whole, which optimizer steps do not reach
         if self.config.pp == 1 and self.mesh.fsdp.size() > 1:
             return self._loop(batches, reduce=True)
-        hold_gradients(self.runner)
+        hold_gradients(self.runner, self.config.pp > 1 and self.config.reshards)
         if self.config.pp == 1:
             total = self._loop(batches, reduce=False)
         else:
@@ -125,8 +125,8 @@ class Pipeline:
             if reduce:
                 last = i == len(pieces) - 1
                 self.runner.set_is_last_backward(last)
-                # The root's weights are whole through every microbatch anyway: gathering them anew saves no memory.
-                self.runner.set_reshard_after_backward(last, recurse=False)
+                # What a forward leaves whole, as it does the root's, no backward before the last need shard.
+                self.runner.set_reshard_after_backward(last, recurse=not self.config.reshards)
                 # Gradients are scattered after each microbatch, or every rank would hold all of them whole; only the
                 # all-reduce between replicas can wait.
                 self.runner.set_requires_all_reduce(last)

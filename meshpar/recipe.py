@@ -61,6 +61,7 @@ class Parallel(Section):
     microbatches: int | None = None
     stage_layers: list[int] | None = None
     activation_checkpoint: str = "none"
+    reshard_after_forward: bool | None = None
     compile: bool = False
     compute_dtype: str = "bfloat16"
     reduce_dtype: str = "float32"

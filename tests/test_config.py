@@ -46,6 +46,12 @@ def llama(heads=4, kv_heads=2, layers=4):
         ({"schedule": "1F1C"}, ["schedule='1F1C'", "1F1B", "ZBVZeroBubble"]),
         ({"schedule": "PipelineScheduleMulti"}, ["schedule='PipelineScheduleMulti'"]),
         ({"sequence_parallel": 1}, ["sequence_parallel=1", "True or False"]),
+        ({"reshard_after_forward": "no"}, ["reshard_after_forward='no'", "True, False or None"]),
+        (
+            {"pp": 2, "reshard_after_forward": True, "schedule": "ZBVZeroBubble", "virtual_stages": 2},
+            ["reshard_after_forward=True", "ZBVZeroBubble", "1F1B"],
+        ),
+        ({"compile": 1}, ["compile=1", "True or False"]),
         ({"activation_checkpoint": "always"}, ["activation_checkpoint='always'", "selective"]),
         ({"param_dtype": "fp32"}, ["param_dtype='fp32'", "float32"]),
         ({"compute_dtype": "float16"}, ["compute_dtype='float16'", "loss scaling", "bfloat16"]),

@@ -291,3 +291,16 @@ def test_bfloat16_compute_with_float32_reduction(pool, config):
     }
     assert all(g.dtype.is_floating_point and g.dtype.itemsize == 4 for g in mesh.values())
     assert 0 < off["mesh"] <= 1.5 * off["alone"], off
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        mesh_config(1, 2, 1, reshard_after_forward=False) | dict(microbatches=2),
+        mesh_config(2, 2, 1, reshard_after_forward=True) | dict(microbatches=4),
+        mesh_config(2, 2, 2, "Interleaved1F1B", reshard_after_forward=True, activation_checkpoint="full"),
+    ],
+    ids=["1x2x1-gathered-once", "2x2x1-gathered-anew", "2x2x2-gathered-anew"],
+)
+def test_when_weights_are_gathered(pool, config):
+    assert_parity(pool, config, [models.make_batch(kind="ragged")] * 2)

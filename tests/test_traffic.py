@@ -51,6 +51,8 @@ def cases():
     yield pytest.param(mesh(1, 2, 1, microbatches=2, activation_checkpoint="full"), {}, SEQ, id="1x2x1-full")
     yield pytest.param(mesh(1, 2, 1, reduce_dtype="bfloat16"), {}, SEQ, id="1x2x1-reduced-in-bfloat16")
     yield pytest.param(mesh(1, 2, 1, microbatches=2, dp_replicate=2), {}, SEQ, id="1x(2x2)x1")
+    yield pytest.param(mesh(1, 2, 1, microbatches=2, reshard_after_forward=False), {}, SEQ, id="1x2x1-gathered-once")
+    yield pytest.param(mesh(2, 2, 1, reshard_after_forward=True), {}, SEQ, id="2x2x1-gathered-anew")
     yield pytest.param(mesh(1, 1, 2, dp_replicate=2), {}, SEQ, id="1x(2x1)x2")
     yield pytest.param(mesh(2, 2, 1, dp_replicate=2), {}, SEQ, id="2x(2x2)x1")
     tied = dict(tie_word_embeddings=True)

@@ -120,14 +120,14 @@ def _tensor_parallel(
 
 
 def _data_parallel(config: ParallelConfig, share: Share, batch: Microbatches) -> Counter[tuple[str, str]]:
-    """FSDP: layers are gathered for each forward and each backward, what is outside them once a step.
+    """FSDP: layers are gathered for each forward and each backward, or once a step; what is outside them, once.
 
-    With a pipeline all weights stay gathered, and all gradients whole, until the end of the step.
+    With a pipeline all gradients stay whole until the end of the step.
     """
     shard_dim, times = _fsdp_dims(config)[-1], batch.count if config.pp == 1 else 1
     in_layers = sum(_padded(config, layer) for layer in share.layers)
     rest = _padded(config, share.rest)
-    gathered = (2 * times if config.pp == 1 else 1) * in_layers + rest
+    gathered = (2 * batch.count if config.reshards else 1) * in_layers + rest
     payload = Counter(
         {
             ("all_gather", shard_dim): gathered * _BYTES[config.compute_dtype],
