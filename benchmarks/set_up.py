@@ -24,7 +24,7 @@ WIDTHS = dict(
 )
 SIZES = dict(pp=8, dp_shard=16, tp=8)
 WORLD = 1024
-LAYERS = (8, 16, 40, 80)
+LAYERS = (8, 40, 80)
 RANKS = (0, 517)
 
 
