@@ -76,7 +76,7 @@ class Reader:
     """Reads this rank's part of each parameter from a source, padding included; checks names and shapes first."""
 
     def __init__(self, skeleton: PreTrainedModel, source: WeightSource, mesh: Mesh) -> None:
-        self.source, self.tp_rank = source, mesh.rank("tp")
+        self.source, self.tp_rank, self.device = source, mesh.rank("tp"), mesh.device
         tied = dict(getattr(skeleton, "all_tied_weights_keys", {}))
         wanted = skeleton.state_dict()
         self.names = resolve_prefix(source.names, wanted, skeleton.base_model_prefix, tied)
@@ -87,7 +87,9 @@ class Reader:
             check_tied(source, self.names, tied)
 
     def __call__(self, name: str, spec: ParamSpec, rows: tuple[int, int]) -> Tensor:
-        """Rows ``rows`` of this rank's tp-local tensor of ``name``, in the source's dtype."""
+        """Rows ``rows`` of this rank's tp-local tensor of ``name``, in the source's dtype; on meta, nothing is read."""
+        if self.device.type == "meta":
+            return torch.empty((rows[1] - rows[0], *spec.local_shape[1:]), device="meta")
         dim, name = spec.layout.dim or 0, self.names[name]
         lead = () if dim == 0 else (slice(*rows), *(slice(None),) * (dim - 1))
         parts = [

@@ -130,7 +130,8 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
     if config.dp_replicate > 1:
         sizes = (config.pp, config.dp_replicate, config.dp_shard, config.tp)
         names = ("pp", "dp_replicate", "dp_shard", "tp")
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    where = "cpu" if device.type == "meta" else device.type  # meta is no place for a process group
+    device_mesh = init_device_mesh(where, sizes, mesh_dim_names=names)
     return adopt_mesh(device_mesh, device)
 
 

@@ -61,7 +61,8 @@ def parallelize_model(
     or drawn at random if it is on the meta device). ``config``: the mesh sizes and how to run; default all ranks in
     dp_shard. ``mesh``: an existing mesh with the dimensions pp, dp (or dp_replicate, dp_shard), tp. ``plan``: "auto",
     or a dict from module-name pattern to style laid over it. ``dtype``: what parameters are stored in,
-    `config.param_dtype` unless given. ``device``: this rank's device; CUDA where there is one.
+    `config.param_dtype` unless given. ``device``: this rank's device; CUDA where there is one; "meta" for names, shapes
+    and placements without values.
 
     Raises ValueError, before weights are read, for sizes or models that cannot work.
     """

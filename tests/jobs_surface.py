@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -191,3 +192,23 @@ def other_overrides() -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
+
+
+def of_directory(directory: str, config: dict, device: str) -> tuple[dict, str]:
+    """Name -> shapes, device and dtype of this rank's parameters, and the last line logged."""
+    lines: list[str] = []
+    log, handler = logging.getLogger("meshpar"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        model = meshpar.parallelize_model(directory, meshpar.ParallelConfig(**config), device=device)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    params = {
+        n: (tuple(p.shape), tuple(p.to_local().shape), p.placements, p.dtype) for n, p in model.named_parameters()
+    }
+    assert all(p.to_local().device.type == device for p in model.parameters())
+    return params, lines[-1]
