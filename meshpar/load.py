@@ -39,8 +39,13 @@ class OpenedModel:
     origin: str | None
 
 
-def open_model(model: str | Path | PreTrainedConfig | PreTrainedModel, seed: int = 0) -> OpenedModel:
-    """Open a directory or hub id, a config (random weights), or a built model (its weights, or random on meta)."""
+def open_model(
+    model: str | Path | PreTrainedConfig | PreTrainedModel, seed: int = 0, widen: bool = False
+) -> OpenedModel:
+    """Open a directory or hub id, a config (random weights), or a built model (its weights, or random on meta).
+
+    ``widen``: narrow floats of files come in float32.
+    """
     if isinstance(model, PreTrainedModel):
         skeleton = meta_copy(model)
         on_meta = any(p.is_meta for p in model.parameters())
@@ -51,7 +56,7 @@ def open_model(model: str | Path | PreTrainedConfig | PreTrainedModel, seed: int
         return OpenedModel(skeleton, RandomSource(skeleton, seed), None)
     if not isinstance(model, (str, Path)):
         raise TypeError(f"model is a {type(model).__name__}; pass a path, a hub id, a config or a PreTrainedModel")
-    files = SafetensorsSource(model)
+    files = SafetensorsSource(model, widen)
     skeleton = skeleton_from_config(AutoConfig.from_pretrained(files.directory))
     return OpenedModel(skeleton, ConvertedSource(files, skeleton), str(model))
 

@@ -68,7 +68,8 @@ def parallelize_model(
     """
     device = init_distributed(device if device is not None or mesh is None else _device_of(mesh))
     config = _resolve_config(config, mesh, dtype)
-    opened = open_model(model, seed)
+    # To a device they go as they are: it takes less time, and it can widen them itself.
+    opened = open_model(model, seed, widen=device.type == "cpu" and config.param_dtype == "float32")
     skeleton = opened.skeleton
     check_model(config, skeleton.config)
     the_mesh = adopt_mesh(mesh, device) if mesh is not None else build_mesh(config, device)

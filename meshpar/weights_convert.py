@@ -36,7 +36,7 @@ class ConvertedSource:
 
     ``model`` is a whole model on the meta device; as `from_pretrained` does, the conversions that the files needed are
     noted on it, for saving in the same layout. Names of the files that mean nothing to the model stay as they are.
-    Tensors come in the files' dtype. Raises ValueError, naming both sides, where tensors do not fit together.
+    Tensors come in the dtype that ``files`` gives. Raises ValueError, naming both sides, where tensors do not fit together.
     """
 
     def __init__(self, files: WeightSource, model: PreTrainedModel) -> None:
@@ -62,7 +62,7 @@ class ConvertedSource:
         return self._tensors[name].shape
 
     def read(self, name: str, index: Index | None = None) -> Tensor:
-        """The tensor or a slice of it, contiguous, in the files' dtype."""
+        """The tensor or a slice of it, contiguous."""
         return self._tensors[name].part(index).contiguous()
 
 

@@ -55,12 +55,13 @@ class SafetensorsSource:
     Every header is checked against its file's size when the source is made, also in files this rank never
     reads. Files are memory-mapped on first use. A slice of rows touches its own pages and no others; a slice
     of columns maps the whole tensor (the kernel maps 16 pages around each row's part), but only the slice is
-    copied.
+    copied. ``widen``: bfloat16 and float16 come in float32, in the same pass over the data.
 
     Raises ValueError, naming the file, when there are no safetensors weights or they are damaged.
     """
 
-    def __init__(self, path_or_hub_id: str | Path) -> None:
+    def __init__(self, path_or_hub_id: str | Path, widen: bool = False) -> None:
+        self._wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32} if widen else {}
         self.directory = resolve_directory(path_or_hub_id)
         self._tensors = scan(self.directory)
         self._open: dict[Path, safe_open] = {}
@@ -76,11 +77,12 @@ class SafetensorsSource:
         return torch.Size(self._tensors[name].shape)
 
     def read(self, name: str, index: Index | None = None) -> Tensor:
-        """The tensor or a slice of it, on the CPU, in the file's dtype."""
+        """The tensor or a slice of it, on the CPU, in the file's dtype unless that is widened."""
         mapped: Tensor = self._handle(self._tensors[name].file).get_slice(name)[index or ()]
         self.bytes_read += mapped.nbytes
+        dtype = self._wide.get(mapped.dtype, mapped.dtype)
         # A view of the mapping would die with a file that is rewritten in place.
-        return mapped.clone(memory_format=torch.contiguous_format)
+        return mapped.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _handle(self, file: Path) -> safe_open:
         if file not in self._open:

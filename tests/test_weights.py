@@ -51,6 +51,19 @@ def test_slices_equal_from_pretrained(tmp_path, config, dtype, shard):
     assert source.bytes_read == read
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_widened_slices_are_the_same_numbers(tmp_path, dtype):
+    path = saved(built(llama_config(), dtype), tmp_path)
+    plain, wide = SafetensorsSource(path), SafetensorsSource(path, widen=True)
+    for name in plain.names:
+        for index in (None, (slice(1, 5),), (slice(None), slice(2, 7))[: len(plain.shape(name))]):
+            part = wide.read(name, index)
+            assert part.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            assert part.is_contiguous()
+            assert torch.equal(part, plain.read(name, index).to(part.dtype))
+    assert wide.bytes_read == plain.bytes_read
+
+
 def test_what_was_read_outlives_the_file(tmp_path):
     model = built(llama_config())
     source = SafetensorsSource(saved(model, tmp_path))
