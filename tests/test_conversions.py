@@ -29,6 +29,8 @@ TYPES = [
 
 
 class NoMesh:
+    device = torch.device("cpu")
+
     def rank(self, dim: str) -> int:
         return 0
 
