@@ -34,19 +34,19 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
 
 def all_gather_dim1(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[b, s, ...] on each rank -> [b, size * s, ...] in rank order; no gradient."""
-    size, (b, s) = group.size(), x.shape[:2]
+    size = group.size()
     if size == 1:
         return x
     stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), size, group.group_name))
-    return stacked.view(size, b, s, *x.shape[2:]).transpose(0, 1).reshape(b, size * s, *x.shape[2:])
+    return torch.cat(stacked.split(x.shape[0]), 1)  # in this form, inductor's async tensor parallelism knows it
 
 
 def reduce_scatter_dim1(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[b, size * s, ...] summed over the group -> this rank's [b, s, ...]; no gradient."""
-    size, (b, s) = group.size(), x.shape[:2]
+    size = group.size()
     if size == 1:
         return x
-    blocks = x.view(b, size, s // size, *x.shape[2:]).transpose(0, 1).reshape(size * b, s // size, *x.shape[2:])
+    blocks = torch.cat(x.split(x.shape[1] // size, 1))
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(blocks, "sum", size, group.group_name))
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 import torch
+import torch._inductor.config
 from torch import nn
 
 from .config import SPLIT_BACKWARD, ParallelConfig
@@ -23,6 +24,8 @@ def apply_compile(layers: Iterable[nn.Module], config: ParallelConfig) -> None:
     """
     if not config.compile:
         return
+    if config.async_tp:  # the pass looks for nccl and symmetric memory itself, and leaves the graph alone without
+        torch._inductor.config._micro_pipeline_tp = True
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     if config.pp > 1 and config.schedule in SPLIT_BACKWARD:
         # A compiled backward may otherwise write into what the second one still needs.

@@ -77,6 +77,8 @@ class ParallelConfig:
         reshard_after_forward: give the gathered weights of a layer back after its forward, and gather them again for
             its backward (FSDP); None does so without a pipeline. With one that costs a gather a microbatch, each way.
         compile: run each decoder layer through `torch.compile`.
+        async_tp: with ``compile``, on CUDA: collectives of sequence parallelism run in pieces beside the matmuls that
+            they feed or follow (torch's symmetric memory).
         param_dtype: dtype the parameters are stored and updated in.
         compute_dtype: dtype of the forward and backward.
         reduce_dtype: dtype gradients are summed in.
@@ -97,6 +99,7 @@ class ParallelConfig:
     activation_checkpoint: str = "none"
     reshard_after_forward: bool | None = None
     compile: bool = False
+    async_tp: bool = False
     param_dtype: str = "float32"
     compute_dtype: str = "bfloat16"
     reduce_dtype: str = "float32"
@@ -104,6 +107,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _check_sizes(self)
         _check_choices(self)
+        _check_async_tp(self)
         _check_stage_layers(self)
         if self.pp > 1:
             _check_reshard(self)
@@ -275,7 +279,7 @@ def _check_sizes(config: ParallelConfig) -> None:
 
 
 def _check_choices(config: ParallelConfig) -> None:
-    for name in ("sequence_parallel", "compile"):
+    for name in ("sequence_parallel", "compile", "async_tp"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False.")
     if config.reshard_after_forward not in (None, True, False):
@@ -288,6 +292,12 @@ def _check_choices(config: ParallelConfig) -> None:
         if dtype == "float16":
             raise ConfigError(f"{name}='float16' would need loss scaling, which meshpar does not do; use 'bfloat16'.")
         _choose(config, name, dtype, DTYPES)
+
+
+def _check_async_tp(config: ParallelConfig) -> None:
+    for name in ("compile", "sequence_parallel") if config.async_tp else ():
+        if not getattr(config, name):
+            raise ConfigError(f"async_tp=True needs {name}=True: a compiler splits the collectives of shards.")
 
 
 def _choose(config: ParallelConfig, name: str, value: Any, legal: Iterable[str]) -> None:

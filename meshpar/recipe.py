@@ -63,6 +63,7 @@ class Parallel(Section):
     activation_checkpoint: str = "none"
     reshard_after_forward: bool | None = None
     compile: bool = False
+    async_tp: bool = False
     compute_dtype: str = "bfloat16"
     reduce_dtype: str = "float32"
 

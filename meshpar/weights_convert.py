@@ -36,7 +36,8 @@ class ConvertedSource:
 
     ``model`` is a whole model on the meta device; as `from_pretrained` does, the conversions that the files needed are
     noted on it, for saving in the same layout. Names of the files that mean nothing to the model stay as they are.
-    Tensors come in the dtype that ``files`` gives. Raises ValueError, naming both sides, where tensors do not fit together.
+    Tensors come in the dtype that ``files`` gives. Raises ValueError, naming both sides, where tensors do not fit
+    together.
     """
 
     def __init__(self, files: WeightSource, model: PreTrainedModel) -> None:

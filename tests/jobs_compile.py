@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.fx_passes import micro_pipeline_tp as tp_pass
 
 from tests.jobs import gradients, make, rows_of_rank
 from tests.jobs_dropout import slope
@@ -34,6 +35,26 @@ def compiled_gradients(config: dict, batches: list[dict], family: str, model_cha
         result = gradients(dict(compile=True, **config), batches, family, model_changes)
     graphs = counters["stats"]["unique_graphs"]
     return {**result, "graphs": graphs, "breaks": dict(counters["graph_break"])}
+
+
+def async_tp_matches(config: dict, batch: dict) -> list[tuple[list[int], int]]:
+    """Of each graph of a compiled step: how many matmuls each all-gather feeds, and how many reduce-scatters it has.
+
+    As inductor's pass for asynchronous tensor parallelism sees them; the first is the forward's, then the backward's.
+    """
+    found = []
+
+    def look(graph: torch.fx.Graph) -> None:
+        gathers = [len(tp_pass._find_consumer_matmuls(g.res_node)) for g in tp_pass.find_all_gather_patterns(graph)]
+        scatters = [tp_pass._find_producer_matmul(s.input_node) for s in tp_pass.find_reduce_scatter_patterns(graph)]
+        found.append((gathers, sum(matmul is not None for matmul in scatters)))
+
+    with compiler("inductor"), mock.patch("torch._inductor.fx_passes.post_grad.micro_pipeline_tp_pass", look):
+        try:
+            make(dict(compile=True, async_tp=True, **config)).forward_backward(batch)
+        finally:
+            torch._inductor.config._micro_pipeline_tp = False
+    return found
 
 
 def steps(config: dict, batches: list[dict]) -> list[tuple[float, float]]:

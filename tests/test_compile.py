@@ -44,6 +44,13 @@ def test_the_default_backend(pool):
     assert_compiled(pool, mesh_config(1, 2, 2, activation_checkpoint="selective"), backend="inductor")
 
 
+def test_collectives_have_the_form_that_async_tp_takes_apart(pool):
+    """One gather feeds q, k and v, one gate and up; each block's output projection ends in a scatter."""
+    for forward, backward in pool.run(2, jobs.async_tp_matches, dict(tp=2), models.make_batch(), timeout=400.0):
+        assert forward == ([3, 2], 2)
+        assert len(backward[0]) == 4
+
+
 @pytest.mark.parametrize(
     ("family", "graphs"),
     [

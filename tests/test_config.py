@@ -51,6 +51,8 @@ def llama(heads=4, kv_heads=2, layers=4):
             {"pp": 2, "reshard_after_forward": True, "schedule": "ZBVZeroBubble", "virtual_stages": 2},
             ["reshard_after_forward=True", "ZBVZeroBubble", "1F1B"],
         ),
+        ({"async_tp": True}, ["async_tp=True", "compile=True"]),
+        ({"async_tp": True, "compile": True, "sequence_parallel": False}, ["async_tp=True", "sequence_parallel=True"]),
         ({"compile": 1}, ["compile=1", "True or False"]),
         ({"activation_checkpoint": "always"}, ["activation_checkpoint='always'", "selective"]),
         ({"param_dtype": "fp32"}, ["param_dtype='fp32'", "float32"]),
