@@ -1,0 +1,1 @@
+"""What a parallel configuration will cost, worked out before it runs."""
