@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-from . import demo_step, load, loss, set_up, step
+from . import demo_step, load, loss, pipeline, set_up, step
 
 OUT = Path(__file__).parent / "RESULTS.md"
 
@@ -25,6 +25,7 @@ def main() -> None:
         ("The demo's model on meshes", demo_step.table),
         ("Training step", step.tables),
         ("Head and loss", loss.table),
+        ("Pipeline schedules", pipeline.table),
         ("Loading", load.table),
         ("Setting up", set_up.table),
     ):

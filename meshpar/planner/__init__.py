@@ -1,1 +1,1 @@
-"""Forecasts of a training step from shapes and the config, without weights and without a process group."""
+"""What a parallel configuration will cost, worked out before it runs: without weights or a process group."""

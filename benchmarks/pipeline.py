@@ -1,0 +1,205 @@
+"""Pipeline schedules: the step time of meshpar's pipeline beside the schedule's own bound.
+
+    python -m benchmarks.pipeline      # prints the table that `make bench` writes to benchmarks/RESULTS.md
+
+Every decoder layer is a stage, and sleeps instead of computing, so that ranks may outnumber cores. The bound replays
+the schedule's actions with the same times and free communication; what a step takes beyond it is meshpar's, torch's
+runtime's and gloo's. All models of a pipeline live in the same processes and step in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+SECONDS = {"F": 0.03, "I": 0.03, "W": 0.03}  # forward, input gradients and weight gradients of one stage
+PIPELINES = (2, 4)
+MICROBATCHES = (8, 16)
+ROUNDS = 3
+SEQ_LEN, VOCABULARY = 16, 64
+
+
+def main() -> None:
+    """Run every pipeline in fresh processes, or, inside a worker, one of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        run_worker(args.worker)
+    else:
+        print(table())
+
+
+def table() -> str:
+    """The Markdown of all schedules."""
+    times = ", ".join(f"{kind} {seconds * 1e3:.0f}" for kind, seconds in SECONDS.items())
+    lines = [
+        f"Stages that sleep (ms: {times}): forward (F), input gradients (I) and weight gradients (W) of a microbatch; "
+        f"a whole backward takes I and W. Median of {ROUNDS} steps of `forward_backward`. The bound replays the "
+        "schedule's actions with these times and free communication.",
+        "",
+        "| schedule | pp | stages a rank | microbatches | bound (ms) | measured (ms) | measured / bound |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for pp in PIPELINES:
+        for row in launch(pp):
+            bound, measured = row["bound"], statistics.median(row["seconds"])
+            lines.append(
+                f"| {row['schedule']} | {pp} | {row['virtual']} | {row['microbatches']} | {bound * 1e3:.0f} | "
+                f"{measured * 1e3:.0f} | {measured / bound:.3f} |"
+            )
+    return "\n".join([*lines, "", "Goal: at most 1.10 of the bound.", ""])
+
+
+def launch(pp: int) -> list[dict]:
+    """What rank 0 reports of every schedule."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={pp}"]
+    command += ["-m", "benchmarks.pipeline", "--worker", str(pp)]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    if done.returncode or not lines:
+        raise SystemExit(f"pp={pp} failed:\n{done.stderr[-3000:]}")
+    return json.loads(lines[-1])
+
+
+class Sleeps:
+    """What a stage does instead of computing: sleep, and count."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(SECONDS, 0.0)
+        self.counts: Counter[str] = Counter()
+
+    def __call__(self, kind: str) -> None:
+        self.counts[kind] += 1
+        time.sleep(self.seconds[kind])
+
+
+class SleepingInput(torch.autograd.Function):
+    """Returns its input; sleeps in the forward and where the input's gradient is computed."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, sleeps: Sleeps) -> Tensor:
+        ctx.sleeps = sleeps
+        sleeps("F")
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.sleeps("I")
+        return grad, None
+
+
+class SleepingWeight(torch.autograd.Function):
+    """Zeros for a weight; sleeps where the weight's gradient is computed, which no input's gradient needs."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, sleeps: Sleeps) -> Tensor:
+        ctx.sleeps = sleeps
+        return torch.zeros_like(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.sleeps("W")
+        return torch.zeros_like(grad), None
+
+
+def put_to_sleep(layer: nn.Module, sleeps: Sleeps) -> None:
+    """Have a decoder layer sleep instead of computing; one of its weights gets gradients, which are zeros."""
+
+    def forward(hidden: Tensor, *args, **kwargs) -> Tensor:
+        return SleepingInput.apply(hidden, sleeps) + SleepingWeight.apply(layer.input_layernorm.weight, sleeps)
+
+    layer.forward = forward
+
+
+def run_worker(pp: int) -> None:
+    """Build the model once a schedule and number of microbatches, step all in turn, print seconds on rank 0."""
+    import torch.distributed as dist
+
+    from meshpar.config import SCHEDULES, ParallelConfig
+
+    dist.init_process_group("gloo")
+    contenders = []
+    for name, schedule in SCHEDULES.items():
+        for microbatches in MICROBATCHES:
+            config = ParallelConfig(
+                pp=pp,
+                schedule=name,
+                virtual_stages=schedule.least_virtual,
+                microbatches=microbatches,
+                compute_dtype="float32",
+            )
+            contenders.append(Contender(config))
+    for _ in range(ROUNDS):
+        for contender in contenders:
+            dist.barrier()
+            contender.step()
+    if dist.get_rank() == 0:
+        print(json.dumps([contender.report() for contender in contenders]), flush=True)
+    dist.destroy_process_group()
+
+
+class Contender:
+    """A model of sleeping layers, one a stage, on one schedule."""
+
+    def __init__(self, config) -> None:
+        from transformers import LlamaConfig
+
+        import meshpar
+
+        llama = LlamaConfig(
+            hidden_size=32,
+            num_hidden_layers=config.num_stages,
+            num_attention_heads=4,
+            intermediate_size=64,
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=False,
+        )
+        self.config, self.sleeps, self.seconds = config, Sleeps(), []
+        self.model = meshpar.parallelize_model(llama, config)
+        for layer in self.model._runner.own_layers():
+            put_to_sleep(layer, self.sleeps)
+        ids = torch.randint(0, VOCABULARY, (config.microbatches, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+        self.batch = {"input_ids": ids, "labels": ids}
+        self.model.forward_backward(self.batch)  # without sleep: makes the schedule and its connections
+        self.sleeps.seconds = SECONDS
+
+    def step(self) -> None:
+        """One timed step, in which every stage of this rank slept once a microbatch and kind."""
+        self.sleeps.counts.clear()
+        start = time.perf_counter()
+        self.model.forward_backward(self.batch)
+        self.seconds.append(time.perf_counter() - start)
+        each = self.config.virtual_stages * self.config.microbatches
+        if self.sleeps.counts != dict.fromkeys(SECONDS, each):
+            raise RuntimeError(f"{self.config.schedule} slept {dict(self.sleeps.counts)} times, not {each} each")
+
+    def report(self) -> dict:
+        """The row of the table."""
+        from meshpar.planner.orders import schedule_order
+        from meshpar.planner.simulate import simulate
+
+        config, times = self.config, SECONDS | {"B": SECONDS["I"] + SECONDS["W"]}
+        bound = simulate(schedule_order(config, config.microbatches), lambda stage, kind: times[kind]).makespan
+        return {
+            "schedule": config.schedule,
+            "virtual": config.virtual_stages,
+            "microbatches": config.microbatches,
+            "bound": bound,
+            "seconds": self.seconds,
+        }
+
+
+if __name__ == "__main__":
+    main()
