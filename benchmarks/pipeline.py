@@ -21,10 +21,10 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-SECONDS = {"F": 0.03, "I": 0.03, "W": 0.03}  # forward, input gradients and weight gradients of one stage
+SECONDS = {"F": 0.06, "I": 0.06, "W": 0.06}  # forward, input gradients and weight gradients of one stage
 PIPELINES = (2, 4)
 MICROBATCHES = (8, 16)
-ROUNDS = 3
+ROUNDS = 2
 SEQ_LEN, VOCABULARY = 16, 64
 
 
