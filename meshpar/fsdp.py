@@ -33,7 +33,7 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(config.compute_dtype), reduce_dtype=torch_dtype(config.reduce_dtype)
     )
-    reshard = config.pp == 1 and mesh.fsdp.size() > 1
+    reshard = config.pp == 1 and not any(map(runs_own_backward, layers))
     for module in (*_apart(root, layers), root):
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module is not root)
     for module in _fsdp_modules(root):
@@ -41,9 +41,14 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
         module.set_force_sum_reduction_for_comms(True)
 
 
+def runs_own_backward(layer: nn.Module) -> bool:
+    """Whether ``layer`` is reversible: it runs again in its backward, which FSDP does not see."""
+    return hasattr(layer, "backward_pass")
+
+
 def _refuse_own_backward(layers: list[nn.Module]) -> None:
     """Reversible layers run again in a backward of their own, past the hooks that gather their parameters."""
-    own = [layer for layer in layers if hasattr(layer, "backward_pass")]
+    own = [layer for layer in layers if runs_own_backward(layer)]
     if own:
         raise ValueError(
             f"{type(own[0]).__name__} runs a backward of its own (backward_pass), in which parameters sharded over dp "
@@ -116,9 +121,17 @@ def _fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in root.modules() if isinstance(m, FSDPModule))
 
 
+def gather_by_layer(root: FSDPModule) -> None:
+    """Layers' weights are whole only while they are used, on one rank too, where FSDP computes with a copy of them."""
+    for module in _fsdp_modules(root):
+        if module is not root:
+            module.set_reshard_after_forward(True, recurse=False)
+
+
 def hold_gradients(root: FSDPModule) -> None:
     """Until `reduce_gradients`: backwards add to whole gradients, and weights stay gathered."""
     root.set_is_last_backward(False)
+    root.set_reshard_after_forward(False)
     root.set_reshard_after_backward(False)
     root.set_requires_gradient_sync(False)
 

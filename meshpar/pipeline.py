@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from .batch import Batch
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow
-from .fsdp import hold_gradients, reduce_gradients, reshard
+from .fsdp import gather_by_layer, hold_gradients, reduce_gradients, reshard, runs_own_backward
 from .mesh import Mesh
 from .split import Runner, Stage, stage_ranks
 
@@ -66,6 +66,7 @@ class Pipeline:
         self.dtype = torch_dtype(self.config.compute_dtype)
         self.modules = [StageModule(self.runner, s, self.loss_fn, self.flow, self.dtype) for s in self.runner.stages]
         self.stage_ranks = stage_ranks(self.config)
+        self.by_layer = self.config.pp == 1 and not any(map(runs_own_backward, self.runner.own_layers()))
         self._schedules: OrderedDict[tuple, object] = OrderedDict()
 
     def train_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
@@ -74,11 +75,13 @@ class Pipeline:
         Gradients are reduced over dp when it returns. Ranks without the last stage return 0.
         """
         reshard(self.runner)  # a forward alone leaves weights whole, which optimizer steps do not reach
-        if self.config.pp == 1 and self.mesh.fsdp.size() > 1:
-            return self._loop(batches, reduce=True)
+        pieces = [piece for batch, count in batches for piece in batch.chunk(count)] if self.config.pp == 1 else []
+        if self.by_layer and (len(pieces) == 1 or self.mesh.fsdp.size() > 1):
+            gather_by_layer(self.runner)
+            return self._loop(pieces, reduce=True)
         hold_gradients(self.runner)
-        if self.config.pp == 1:
-            total = self._loop(batches, reduce=False)
+        if pieces:
+            total = self._loop(pieces, reduce=False)
         else:
             total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
         reduce_gradients(self.runner)
@@ -109,8 +112,7 @@ class Pipeline:
     def _forward(self, piece: Batch) -> Tensor:
         return self.modules[0](piece.input_ids, targets=piece.targets, **piece.model_inputs())
 
-    def _loop(self, batches: list[tuple[Batch, int]], reduce: bool) -> Tensor:
-        pieces = [piece for batch, count in batches for piece in batch.chunk(count)]
+    def _loop(self, pieces: list[Batch], reduce: bool) -> Tensor:
         total = self._zero()
         for i, piece in enumerate(pieces):
             if reduce:
