@@ -33,7 +33,7 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(config.compute_dtype), reduce_dtype=torch_dtype(config.reduce_dtype)
     )
-    reshard = config.reshards and mesh.fsdp.size() > 1
+    reshard = reshards(layers, config)
     for module in (*_apart(root, layers), root):
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module is not root)
     for module in _fsdp_modules(root):
@@ -41,9 +41,19 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
         module.set_force_sum_reduction_for_comms(True)
 
 
+def reshards(layers: list[nn.Module], config: ParallelConfig) -> bool:
+    """Whether weights are gathered anew for the backward, which FSDP must see for that."""
+    return config.reshards and not any(map(_runs_own_backward, layers))
+
+
+def _runs_own_backward(layer: nn.Module) -> bool:
+    """Whether ``layer`` is reversible, and runs again in its backward."""
+    return hasattr(layer, "backward_pass")
+
+
 def _refuse_own_backward(layers: list[nn.Module]) -> None:
     """Reversible layers run again in a backward of their own, past the hooks that gather their parameters."""
-    own = [layer for layer in layers if hasattr(layer, "backward_pass")]
+    own = [layer for layer in layers if _runs_own_backward(layer)]
     if own:
         raise ValueError(
             f"{type(own[0]).__name__} runs a backward of its own (backward_pass), in which parameters sharded over dp "
@@ -116,11 +126,18 @@ def _fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in root.modules() if isinstance(m, FSDPModule))
 
 
-def hold_gradients(root: FSDPModule, reshard: bool = False) -> None:
-    """Until `reduce_gradients`: backwards add to whole gradients, and weights stay gathered, or layers' do not."""
+def reshard_layers(root: FSDPModule, reshard: bool) -> None:
+    """Whether layers' weights are whole only while they are used; on one rank, FSDP's copies of them."""
+    for module in _fsdp_modules(root):
+        if module is not root:
+            module.set_reshard_after_forward(reshard, recurse=False)
+            module.set_reshard_after_backward(reshard, recurse=False)
+
+
+def hold_gradients(root: FSDPModule) -> None:
+    """Until `reduce_gradients`: backwards add to whole gradients."""
     root.set_is_last_backward(False)
-    root.set_reshard_after_backward(reshard)
-    root.set_reshard_after_backward(False, recurse=False)
+    root.set_reshard_after_backward(False)
     root.set_requires_gradient_sync(False)
 
 

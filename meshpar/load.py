@@ -122,7 +122,7 @@ def _zero_padded(own: Tensor, dim: int, stored: Stored) -> Tensor:
 
 def load_buffers(model: nn.Module, reader: Reader, device: torch.device) -> None:
     """Move buffers to ``device``; those a checkpoint holds are read from it."""
-    persistent = {n for n in model.state_dict() if n not in dict(model.named_parameters(remove_duplicate=False))}
+    persistent = set(model.state_dict()) - {n for n, _ in model.named_parameters(remove_duplicate=False)}
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         value = reader.buffer(name).to(buffer.dtype) if name in persistent else buffer

@@ -112,8 +112,7 @@ class _HeadCrossEntropySum(torch.autograd.Function):
         rows, total = hidden.shape[0], hidden.new_zeros((), dtype=torch.float64)
         wants = [wants_grad and need for need in ctx.needs_input_grad[:3]]
         d_hidden = torch.empty_like(hidden) if wants[0] else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants[2] else None
+        d_weight = d_bias = None
         step = max(1, _CHUNK_BYTES // (4 * weight.shape[0]), -(-rows // _CHUNKS))
         for i in range(0, rows, step):
             c = slice(i, min(i + step, rows))
@@ -124,32 +123,33 @@ class _HeadCrossEntropySum(torch.autograd.Function):
             total += softmax.losses(logits.detach(), [every], group).sum(dtype=torch.float64)
             if not any(wants):
                 continue
-            d_logits = torch.zeros_like(logits)
+            d_logits = logits.detach() if logits is raw else torch.empty_like(logits)  # logits are not needed again
             if real:
                 d_logits[:, :real] = softmax.gradient(logits.detach(), every)
+            d_logits[:, real:] = 0
             d_raw = d_logits if logits is raw else torch.autograd.grad(logits, raw, d_logits)[0]
             if d_hidden is not None:
                 torch.mm(d_raw, weight, out=d_hidden[c])
-            if d_weight is not None:
-                _add_product(d_weight, d_raw.t(), hidden[c])
-            if d_bias is not None:
-                d_bias += d_raw.sum(0, dtype=torch.float32)
-        ctx.gradients = (d_hidden, d_weight, d_bias)
+            if wants[1]:
+                d_weight = _add_product(d_weight, d_raw.t(), hidden[c])
+            if wants[2]:
+                part = d_raw.sum(0, dtype=torch.float32)
+                d_bias = part if d_bias is None else d_bias.add_(part)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)  # let go of in the backward, as an attribute would not be
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         return total
 
     @staticmethod
     def backward(ctx, grad):
-        scaled = (None if g is None else (g * grad).to(d) for g, d in zip(ctx.gradients, ctx.dtypes, strict=True))
+        scaled = (None if g is None else (g * grad).to(d) for g, d in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
         return *scaled, None, None, None, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total`` += a @ b, in the total's float32."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total`` (None: nothing yet) + a @ b, in float32."""
+    if total is None:
+        return (a @ b).float()
+    return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
 
 
 # Element-wise functions that models put between head and logits: scaling, soft-capping, a change of dtype.

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from .batch import Batch
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow
-from .fsdp import hold_gradients, reduce_gradients, reshard
+from .fsdp import hold_gradients, reduce_gradients, reshard, reshard_layers, reshards
 from .mesh import Mesh
 from .split import Runner, Stage, stage_ranks
 
@@ -75,6 +75,7 @@ class Pipeline:
         self.dtype = torch_dtype(self.config.compute_dtype)
         self.modules = [StageModule(self.runner, s, self.loss_fn, self.flow, self.dtype) for s in self.runner.stages]
         self.stage_ranks = stage_ranks(self.config)
+        self.reshards = reshards(self.runner.own_layers(), self.config)
         self._schedules: OrderedDict[tuple, object] = OrderedDict()
 
     def train_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
@@ -83,11 +84,14 @@ class Pipeline:
         Gradients are reduced over dp when it returns. Ranks without the last stage return 0.
         """
         reshard(self.runner)  # a forward alone leaves weights whole, which optimizer steps do not reach
-        if self.config.pp == 1 and self.mesh.fsdp.size() > 1:
-            return self._loop(batches, reduce=True)
-        hold_gradients(self.runner, self.config.pp > 1 and self.config.reshards)
+        pieces = [piece for batch, count in batches for piece in batch.chunk(count)] if self.config.pp == 1 else []
+        if self.config.pp == 1 and (self.mesh.fsdp.size() > 1 or (len(pieces) == 1 and self.reshards)):
+            reshard_layers(self.runner, self.reshards)
+            return self._loop(pieces, reduce=True)
+        hold_gradients(self.runner)
+        reshard_layers(self.runner, self.config.pp > 1 and self.reshards)
         if self.config.pp == 1:
-            total = self._loop(batches, reduce=False)
+            total = self._loop(pieces, reduce=False)
         else:
             total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
         reduce_gradients(self.runner)
@@ -118,15 +122,14 @@ class Pipeline:
     def _forward(self, piece: Batch) -> Tensor:
         return self.modules[0](piece.input_ids, targets=piece.targets, **piece.model_inputs())
 
-    def _loop(self, batches: list[tuple[Batch, int]], reduce: bool) -> Tensor:
-        pieces = [piece for batch, count in batches for piece in batch.chunk(count)]
+    def _loop(self, pieces: list[Batch], reduce: bool) -> Tensor:
         total = self._zero()
         for i, piece in enumerate(pieces):
             if reduce:
                 last = i == len(pieces) - 1
                 self.runner.set_is_last_backward(last)
                 # What a forward leaves whole, as it does the root's, no backward before the last need shard.
-                self.runner.set_reshard_after_backward(last, recurse=not self.config.reshards)
+                self.runner.set_reshard_after_backward(last, recurse=not self.reshards)
                 # Gradients are scattered after each microbatch, or every rank would hold all of them whole; only the
                 # all-reduce between replicas can wait.
                 self.runner.set_requires_all_reduce(last)
