@@ -7,9 +7,19 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-from . import demo_step, load, loss, pipeline, set_up, step
+import torch
+
+from . import demo_step, gpu, load, loss, pipeline, set_up, step
 
 OUT = Path(__file__).parent / "RESULTS.md"
+TABLES = {
+    "The demo's model on meshes": demo_step.table,
+    "Training step": step.tables,
+    "Head and loss": loss.table,
+    "Pipeline schedules": pipeline.table,
+    "Loading": load.table,
+    "Setting up": set_up.table,
+}
 
 
 def main() -> None:
@@ -21,15 +31,13 @@ def main() -> None:
         "Other tables may have met it busier.\n\n"
         f"{os.cpu_count()} cores of {platform.machine()} ({platform.system()}), gloo, {packages}.\n"
     )
-    for title, table in (
-        ("The demo's model on meshes", demo_step.table),
-        ("Training step", step.tables),
-        ("Head and loss", loss.table),
-        ("Pipeline schedules", pipeline.table),
-        ("Loading", load.table),
-        ("Setting up", set_up.table),
-    ):
-        text += f"\n## {title}\n\n{table().strip()}\n"
+    tables = TABLES | ({"bfloat16 on CUDA": gpu.table} if torch.cuda.is_available() else {})
+    for title, table in tables.items():
+        try:
+            body = table().strip()
+        except (Exception, SystemExit) as error:  # a pipeline on a torch that has none, say
+            body = f"Does not run here: {str(error).strip().splitlines()[-1]}"
+        text += f"\n## {title}\n\n{body}\n"
         OUT.write_text(text)
         print(f"wrote {title!r} to {OUT}", flush=True)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
+from benchmarks.gpu import launch
 from benchmarks.pipeline import Sleeps, put_to_sleep
 
 
@@ -35,3 +36,11 @@ def test_a_whole_backward_sleeps_for_both():
     _, sleeps, hidden, out = sleeping_stage(2)
     stage_backward((out,), (torch.ones(2, 8),), [hidden])
     assert sleeps.counts == {"F": 2, "I": 2, "W": 2}
+
+
+@pytest.mark.parametrize("settings", [{"dp_shard": 1, "tp": 2}, {"dp_shard": 1, "activation_checkpoint": "selective"}])
+def test_the_gpu_benchmark_runs_without_one(settings):
+    result = launch("tiny", settings)
+    assert "failed" not in result, result
+    assert result["tokens_per_second"] > 0
+    assert result["mfu"] is None
