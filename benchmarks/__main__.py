@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-from . import demo_step, loss, step
+from . import demo_step, growth, loss, step
 
 OUT = Path(__file__).parent / "RESULTS.md"
 
@@ -25,6 +25,7 @@ def main() -> None:
         ("The demo's model on meshes", demo_step.table),
         ("Training step", step.tables),
         ("Head and loss", loss.table),
+        ("Growth", growth.table),
     ):
         text += f"\n## {title}\n\n{table().strip()}\n"
         OUT.write_text(text)
