@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import demo_step, gpu, load, loss, pipeline, set_up, step
+from . import demo_step, gpu, growth, load, loss, pipeline, set_up, step
 
 OUT = Path(__file__).parent / "RESULTS.md"
 TABLES = {
@@ -19,6 +19,7 @@ TABLES = {
     "Pipeline schedules": pipeline.table,
     "Loading": load.table,
     "Setting up": set_up.table,
+    "Growth": growth.table,
 }
 
 
@@ -31,15 +32,18 @@ def main() -> None:
         "Other tables may have met it busier.\n\n"
         f"{os.cpu_count()} cores of {platform.machine()} ({platform.system()}), gloo, {packages}.\n"
     )
+    failures = 0
     tables = TABLES | ({"bfloat16 on CUDA": gpu.table} if torch.cuda.is_available() else {})
     for title, table in tables.items():
         try:
             body = table().strip()
         except (Exception, SystemExit) as error:  # a pipeline on a torch that has none, say
-            body = f"Does not run here: {str(error).strip().splitlines()[-1]}"
+            body, failures = f"Does not run here: {str(error).strip().splitlines()[-1]}", failures + 1
         text += f"\n## {title}\n\n{body}\n"
         OUT.write_text(text)
         print(f"wrote {title!r} to {OUT}", flush=True)
+    if failures:
+        raise SystemExit(f"{failures} of {len(tables)} tables could not be made")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ MODEL = dict(
     tie_word_embeddings=False,
 )
 MESHES = {"tp=2": {"tp": 2}, "tp=4": {"tp": 4}, "dp_shard=2": {"dp_shard": 2}}
-ROUNDS = 3
+ROUNDS = 2
 SAMPLED = 0.002
 TIMEOUT = 120
 THEIRS = "transformers from_pretrained"

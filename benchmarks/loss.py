@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
+
+from . import memory
 
 TOKENS, VOCABULARY, HIDDEN = 8192, 131072, 128
 WAYS = {
@@ -98,20 +98,15 @@ def run_worker(way: str) -> None:
             return F.linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), reduction="sum")
         return cross_entropy_sum(LazyLogits.of(hidden, weight, None), targets, 0, VOCABULARY, dist.group.WORLD)
 
-    seconds, before = [], _resident()
+    seconds, before = [], memory.resident()
+    memory.restart_peak()
     for _ in range(STEPS):
         start = time.perf_counter()
         loss().backward()
         seconds.append(time.perf_counter() - start)
         hidden.grad = weight.grad = None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    peak = memory.peak_resident() - before
     print(json.dumps({"peak": [peak], "seconds": seconds}), flush=True)
-
-
-def _resident() -> int:
-    """Bytes this process has in memory now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 All contenders of a mesh live in the same processes, start from the same weights, and step in turn, so that a busy
 machine slows all of them; a ratio is one of medians over all rounds. Each one's first loss must be the reference's.
+Memory is counted in bytes of tensors, on the rank that needs most, in more steps after the timed ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+
+from . import memory
 
 MODELS = {
     "tiny": dict(
@@ -51,7 +54,9 @@ def tables() -> str:
     lines = [
         "All contenders of a mesh live in the same processes, start from the same weights, and step in turn, in an "
         "order drawn anew for each round. The twin is one model, by hand in Megatron's style, in `fully_shard`. "
-        "The first loss of each is the reference's. accelerate shards on accelerators only, and was made to here.",
+        "The first loss of each is the reference's. accelerate shards on accelerators only, and was made to here. "
+        "Memory is of tensors, on the worst rank: parameters, buffers and AdamW's states between steps, and what a "
+        "step takes on top at its peak.",
         "",
     ]
     for model, sizes in MODELS.items():
@@ -63,8 +68,16 @@ def tables() -> str:
             "| mesh | contender | forward + backward (ms) | ratio to the twin | with AdamW (ms) | meshpar takes |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
-        for mesh in MESHES:
-            lines += _rows(mesh, launch(model, mesh))
+        measured = {mesh: launch(model, mesh) for mesh in MESHES}
+        for mesh, results in measured.items():
+            lines += _rows(mesh, results)
+        lines += [
+            "",
+            "| mesh | contender | held between steps (MiB) | peak above it in a step (MiB) | sum | meshpar takes |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for mesh, results in measured.items():
+            lines += _memory_rows(mesh, results)
         lines.append("")
     return "\n".join(lines)
 
@@ -82,6 +95,18 @@ def _rows(mesh: str, results: dict[str, dict]) -> list[str]:
         ratio = backward / times[TWIN][0]
         share = "" if name == "meshpar" else f"{times['meshpar'][1] / step:.2f} of it"
         rows.append(f"| {mesh} | {name} | {backward:.1f} | {ratio:.2f} | {step:.1f} | {share} |")
+    return rows
+
+
+def _memory_rows(mesh: str, results: dict[str, dict]) -> list[str]:
+    rows = []
+    for name, result in results.items():
+        if "held" not in result:
+            continue
+        held, peak = result["held"] / 2**20, result["peak"] / 2**20
+        own = (results["meshpar"]["held"] + results["meshpar"]["peak"]) / 2**20
+        share = "" if name == "meshpar" else f"{own / (held + peak):.2f} of it"
+        rows.append(f"| {mesh} | {name} | {held:.1f} | {peak:.1f} | {held + peak:.1f} | {share} |")
     return rows
 
 
@@ -139,10 +164,9 @@ def run_worker(model: str, mesh: str) -> None:
         for contender in random.Random(turn).sample(running, len(running)):  # no one always behind the same other
             dist.barrier()
             contender.step(keep=turn >= WARMUP)
+    results = {n: {**c.seconds, **c.most_memory()} if c else {"failed": "does not run here"} for n, c in built.items()}
     if dist.get_rank() == 0:
-        print(
-            json.dumps({n: c.seconds if c else {"failed": "does not run here"} for n, c in built.items()}), flush=True
-        )
+        print(json.dumps(results), flush=True)
     dist.destroy_process_group()
 
 
@@ -152,7 +176,7 @@ class Contender:
     def __init__(self, model, run: Callable[[], object], whole_loss: bool = False) -> None:
         import torch
 
-        self.run, self.whole_loss = run, whole_loss
+        self.model, self.run, self.whole_loss = model, run, whole_loss
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
         self.seconds: dict[str, list[float]] = {"backward": [], "step": []}
 
@@ -177,6 +201,18 @@ class Contender:
         if keep:
             self.seconds["backward"].append(middle - start)
             self.seconds["step"].append(time.perf_counter() - start)
+
+    def most_memory(self) -> dict[str, int]:
+        """Bytes of parameters, buffers and optimizer states, and a step's peak above them, on the worst rank."""
+        import torch.distributed as dist
+
+        states = (s for state in self.optimizer.state.values() for s in state.values())
+        held = memory.bytes_of_tensors((*self.model.parameters(), *self.model.buffers(), *states))
+        dist.barrier()
+        peak = memory.peak_of_tensors(lambda: self.step(keep=False))
+        everyone = [(0, 0)] * dist.get_world_size()
+        dist.all_gather_object(everyone, (held, peak))
+        return dict(zip(("held", "peak"), max(everyone, key=sum), strict=True))
 
 
 def contenders(dp: int, tp: int) -> dict[str, Callable]:
