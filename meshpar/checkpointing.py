@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
@@ -28,8 +29,7 @@ def apply_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str, tp:
     """Checkpoint each decoder layer of ``model``: "none", "selective", or "full" (only its input is kept)."""
     if mode == "none":
         return
-    selective = _selective_graph if tp.compiled else _selective
-    context = {"context_fn": selective} if mode == "selective" else {}
+    context = {"context_fn": _selective} if mode == "selective" else {}
     for i in range(anatomy.num_layers):
         layer = model.get_submodule(anatomy.layer(i))
         layer.forward = _checkpointed(layer, partial(checkpoint, use_reentrant=False, **context), tp)
@@ -51,13 +51,10 @@ def _checkpointed(layer: nn.Module, run: Callable, tp: TensorParallel) -> Callab
 
 
 def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
+        return create_selective_checkpoint_contexts(_choose)  # a compiler sees a graph, not operations as they run
     kept: list[Tensor | None] = []
     return _Keep(kept), _Replay(kept)
-
-
-def _selective_graph() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """The same choice for a compiler, which sees operations in a graph and not as they run."""
-    return create_selective_checkpoint_contexts(_choose)
 
 
 def _choose(context: object, func: object, *args, **kwargs) -> CheckpointPolicy:

@@ -85,7 +85,7 @@ def parallelize_model(
         config.sequence_parallel,
         # Under activation checkpointing what is gathered is not kept at all.
         keep_shards=config.activation_checkpoint == "none",
-        sum_at_layers=the_plan.flow.straight and the_plan[the_plan.anatomy.embedding] == "embedding_rowwise",
+        sum_at_layers=the_plan.flow.straight,
         compiled=config.compile,
     )
     unmodified = meta_copy(skeleton) if tp.size > 1 else skeleton
@@ -95,7 +95,7 @@ def parallelize_model(
     own = [ranges[i] for i in stages_of_rank(config, the_mesh.rank("pp"))]
     stages = split_model(skeleton, unmodified, the_plan.anatomy, own, the_plan.flow)
     runner = Runner(skeleton, the_plan.anatomy, stages, tp)
-    apply_compile(runner.own_layers(), config)
+    apply_compile(runner.own_layers(), tp, config)
     apply_fsdp(runner, runner.own_layers(), the_mesh, config)
     materialize(skeleton, specs, the_mesh, reader)
     load_buffers(skeleton, reader, device)
@@ -289,6 +289,7 @@ class ParallelModel(nn.Module):
         """
         if what not in ("param", "grad"):
             raise ValueError(f'full_tensors takes "param" or "grad", not {what!r}')
+        self._check_values()
         return self._full.gather(dict(self.named_parameters()), what)
 
     def save_pretrained(
@@ -320,6 +321,7 @@ class ParallelModel(nn.Module):
 
     def _prepare(self, batch: Batches) -> tuple[list[tuple[Batch, int]], Tensor]:
         """Batches with their numbers of microbatches, and the global number of tokens that count."""
+        self._check_values()
         given = [batch] if isinstance(batch, Mapping) else list(batch)
         if not given:
             raise ValueError("the list of batches is empty; give at least one batch, of no rows if need be")
@@ -333,6 +335,10 @@ class ParallelModel(nn.Module):
             added = any(b["input_ids"].shape[0] != piece.rows for b, (piece, _) in zip(given, cut, strict=True))
             self._router_part = self._part_of_a_piece(sum(count for _, count in cut), added, targets)
         return cut, targets.clamp(min=1)
+
+    def _check_values(self) -> None:
+        if self._mesh.device.type == "meta":
+            raise RuntimeError('a model on device="meta" has names, shapes and placements, but no values')
 
     def _agree(self, counted: Tensor, batches: int) -> Tensor:
         """The count over dp; the same all-reduce shows whether all dp ranks gave the same number of batches."""

@@ -84,16 +84,11 @@ class Pipeline:
         Gradients are reduced over dp when it returns. Ranks without the last stage return 0.
         """
         reshard(self.runner)  # a forward alone leaves weights whole, which optimizer steps do not reach
-        pieces = [piece for batch, count in batches for piece in batch.chunk(count)] if self.config.pp == 1 else []
-        if self.config.pp == 1 and (self.mesh.fsdp.size() > 1 or (len(pieces) == 1 and self.reshards)):
-            reshard_layers(self.runner, self.reshards)
-            return self._loop(pieces, reduce=True)
-        hold_gradients(self.runner)
-        reshard_layers(self.runner, self.config.pp > 1 and self.reshards)
         if self.config.pp == 1:
-            total = self._loop(pieces, reduce=False)
-        else:
-            total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
+            return self._loop([piece for batch, count in batches for piece in batch.chunk(count)])
+        hold_gradients(self.runner)
+        reshard_layers(self.runner, self.reshards)
+        total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
         reduce_gradients(self.runner)
         return total
 
@@ -122,20 +117,28 @@ class Pipeline:
     def _forward(self, piece: Batch) -> Tensor:
         return self.modules[0](piece.input_ids, targets=piece.targets, **piece.model_inputs())
 
-    def _loop(self, pieces: list[Batch], reduce: bool) -> Tensor:
+    def _loop(self, pieces: list[Batch]) -> Tensor:
+        """Gradients are scattered after each microbatch, or every rank would hold all of them whole.
+
+        Where there is nothing to scatter, FSDP's copies of several microbatches are saved.
+        """
+        scatter = self.mesh.fsdp.size() > 1 or (len(pieces) == 1 and self.reshards)
+        if not scatter:
+            hold_gradients(self.runner)
+        reshard_layers(self.runner, scatter and self.reshards)
         total = self._zero()
         for i, piece in enumerate(pieces):
-            if reduce:
+            if scatter:
                 last = i == len(pieces) - 1
                 self.runner.set_is_last_backward(last)
                 # What a forward leaves whole, as it does the root's, no backward before the last need shard.
                 self.runner.set_reshard_after_backward(last, recurse=not self.reshards)
-                # Gradients are scattered after each microbatch, or every rank would hold all of them whole; only the
-                # all-reduce between replicas can wait.
-                self.runner.set_requires_all_reduce(last)
+                self.runner.set_requires_all_reduce(last)  # between replicas
             loss = self._forward(piece)
             loss.backward()
             total += loss.detach().sum()
+        if not scatter:
+            reduce_gradients(self.runner)
         return total
 
     def _scheduled(self, batch: Batch, count: int) -> Tensor:

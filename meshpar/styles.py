@@ -235,10 +235,10 @@ def _enter_block(module: nn.Module, tp: TensorParallel, block: Block) -> None:
     active: list[comm.KeepShard] = []
 
     def gather(x: Tensor) -> Tensor:
-        if tp.keep_shards and tp.compiled:  # to a compiler this says what the graph computes again
+        if tp.keep_shards and torch.compiler.is_compiling():  # there, this says what the graph computes again
             return checkpoint(tp.enter, x, use_reentrant=False)
         whole = tp.enter(x)
-        if tp.keep_shards and torch.is_grad_enabled() and x.ndim > 2:
+        if tp.keep_shards and not tp.compiled and torch.is_grad_enabled() and x.ndim > 2:
             active.append(comm.KeepShard(x, whole, tp.group))
             active[-1].__enter__()
         return whole
@@ -345,10 +345,14 @@ def _colwise_norm(module: nn.Module, tp: TensorParallel, layout: Layout) -> None
     eps = getattr(module, "variance_epsilon", None) or module.eps
     total, real = layout.only.spans[-1][1], layout.only.real(tp.rank)
     counted = real if layout.only.is_first_copy(tp.rank) else 0
+    even = total == tp.size * layout.only.local  # then every rank's elements count
 
     def forward(x: Tensor) -> Tensor:
         wide = x.float()
-        square = comm.sum_both(wide[..., :counted].pow(2).sum(-1, keepdim=True), tp.group)
+        squares = wide.pow(2)
+        if not even:  # by a mask: ranks whose shapes differed could be compiled into other orders of collectives
+            squares = squares * (torch.arange(x.shape[-1], device=x.device) < counted)
+        square = comm.sum_both(squares.sum(-1, keepdim=True), tp.group)
         return (module.weight * (wide * torch.rsqrt(square / total + eps))).to(x.dtype)
 
     module.forward = forward

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from unittest import mock
 
 import torch
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
-from torch._inductor.fx_passes import micro_pipeline_tp as tp_pass
+from torch._inductor.fx_passes import micro_pipeline_tp
+from torch.distributed._symmetric_memory import _test_mode
 
 from tests.jobs import gradients, make, rows_of_rank
 from tests.jobs_dropout import slope
+from tests.jobs_memory import gradients_of_two_backwards
 from tests.jobs_verify import verify
 
 
 @contextmanager
 def compiler(backend: str) -> Iterator[None]:
-    """Forget earlier graphs and have `torch.compile` use ``backend``."""
+    """Forget earlier graphs; inductor, or ``backend`` in its place."""
     torch._dynamo.reset()
     counters.clear()
-    donated = torch._functorch.config.donated_buffer
-    try:
-        with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
-            yield
-    finally:
-        torch._functorch.config.donated_buffer = donated
+    if backend == "inductor":
+        yield
+        return
+    run = lookup_backend(backend)
+    with mock.patch("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: run(graph, inputs)):
+        yield
 
 
 def compiled_gradients(config: dict, batches: list[dict], family: str, model_changes: dict, backend: str) -> dict:
@@ -37,24 +41,55 @@ def compiled_gradients(config: dict, batches: list[dict], family: str, model_cha
     return {**result, "graphs": graphs, "breaks": dict(counters["graph_break"])}
 
 
-def async_tp_matches(config: dict, batch: dict) -> list[tuple[list[int], int]]:
-    """Of each graph of a compiled step: how many matmuls each all-gather feeds, and how many reduce-scatters it has.
+def fused_for_async_tp(config: dict, batch: dict) -> list[Counter[str]]:
+    """What inductor's pass for asynchronous tensor parallelism puts into each graph of a compiled step.
 
-    As inductor's pass for asynchronous tensor parallelism sees them; the first is the forward's, then the backward's.
+    The first is the forward's, then comes the backward's. The pass works on copies: what it makes runs on GPUs alone.
     """
     found = []
 
     def look(graph: torch.fx.Graph) -> None:
-        gathers = [len(tp_pass._find_consumer_matmuls(g.res_node)) for g in tp_pass.find_all_gather_patterns(graph)]
-        scatters = [tp_pass._find_producer_matmul(s.input_node) for s in tp_pass.find_reduce_scatter_patterns(graph)]
-        found.append((gathers, sum(matmul is not None for matmul in scatters)))
+        copied = copy.deepcopy(graph)
+        with _test_mode(), mock.patch("torch.distributed.is_nccl_available", return_value=True):
+            micro_pipeline_tp.micro_pipeline_tp_pass(copied)
+        targets = (n.target for n in copied.nodes if isinstance(n.target, torch._ops.OpOverload))
+        found.append(Counter(t._opname for t in targets if t.namespace == "symm_mem"))
 
-    with compiler("inductor"), mock.patch("torch._inductor.fx_passes.post_grad.micro_pipeline_tp_pass", look):
-        try:
-            make(dict(compile=True, async_tp=True, **config)).forward_backward(batch)
-        finally:
-            torch._inductor.config._micro_pipeline_tp = False
+    with (
+        compiler("inductor"),
+        torch._inductor.config.patch(force_disable_caches=True),  # what is in the cache goes through no pass
+        mock.patch("torch._inductor.fx_passes.post_grad.micro_pipeline_tp_pass", look),
+        mock.patch("meshpar.compiling._enable_symmetric_memory", return_value=True),
+    ):
+        make(dict(compile=True, async_tp=True, **config)).forward_backward(batch)
     return found
+
+
+def two_schedules(batch: dict, backend: str) -> list[dict]:
+    """Gradients of a pipeline whose backwards are whole, and then, in the same process, of one whose are split."""
+    with compiler(backend):
+        layers = dict(num_hidden_layers=4)
+        return [
+            gradients(
+                dict(compile=True, pp=2, schedule=schedule, virtual_stages=2, microbatches=2), [batch], "llama", layers
+            )
+            for schedule in ("Interleaved1F1B", "ZBVZeroBubble")
+        ]
+
+
+def compiled_gradients_of_two_backwards(config: dict, batch: dict, cache: str) -> tuple[dict, dict]:
+    """As `jobs_memory.gradients_of_two_backwards`, by the real compiler, which reuses memory.
+
+    Its ``cache`` on disk has graphs of the same layers by then, that someone else compiled to go through once.
+    """
+    with compiler("inductor"), mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=cache):
+        theirs = make(config)
+        torch._functorch.config.donated_buffer = True
+        for layer in theirs._runner.own_layers():
+            layer.forward = torch.compile(layer.forward)
+        theirs(**batch).loss.backward()
+        torch._dynamo.reset()
+        return gradients_of_two_backwards(dict(compile=True, **config), batch)
 
 
 def steps(config: dict, batches: list[dict]) -> list[tuple[float, float]]:

@@ -46,9 +46,30 @@ def test_the_default_backend(pool):
 
 def test_collectives_have_the_form_that_async_tp_takes_apart(pool):
     """One gather feeds q, k and v, one gate and up; each block's output projection ends in a scatter."""
-    for forward, backward in pool.run(2, jobs.async_tp_matches, dict(tp=2), models.make_batch(), timeout=400.0):
-        assert forward == ([3, 2], 2)
-        assert len(backward[0]) == 4
+    for forward, backward in pool.run(2, jobs.fused_for_async_tp, dict(tp=2), models.make_batch(), timeout=400.0):
+        assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
+        assert backward["fused_all_gather_matmul"] >= 2
+
+
+def test_a_split_backward_after_a_whole_one_in_the_same_process(pool):
+    """A graph that both share must not write into what the second half of a split backward still needs."""
+    batch = models.make_batch(kind="ragged")
+    whole, split = pool.run(2, jobs.two_schedules, batch, "inductor", timeout=400.0)[0]
+    for result in (whole, split):
+        assert_results([result], [batch])
+
+
+def test_a_compiled_graph_can_be_gone_through_twice(pool, tmp_path):
+    """Also where the compiler's cache holds one of the same layers that cannot."""
+    batch = models.make_batch(rows=2)
+    [(once, twice)] = pool.run(1, jobs.compiled_gradients_of_two_backwards, {}, batch, str(tmp_path), timeout=400.0)
+    assert all((2 * once[n]).equal(twice[n]) for n in once)
+
+
+def test_layers_with_graph_breaks_are_checkpointed(pool):
+    """Experts that loop over what tokens chose: the checkpoint around them runs as it is, twice in a split backward."""
+    config = mesh_config(2, 1, 1, "ZBVZeroBubble", activation_checkpoint="selective")
+    assert_compiled(pool, config, "mixtral", dict(experts_implementation="eager"), graphs=None)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ def step_traffic(
     pp_rank: int = 0,
     shard_rank: int = 0,
 ) -> list[Traffic]:
-    """What a rank sends in one `forward_backward`.
+    """What a rank sends in one `forward_backward` of a model like Llama, with nothing between embedding and layers.
+
+    A zero-bubble schedule sends more where layers are checkpointed or compiled: they are computed twice.
 
     ``stage_ranks``: the pp rank of each stage, in order. ``shard_rank``: the rank among those that FSDP shards over.
     """
