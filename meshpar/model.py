@@ -85,7 +85,8 @@ def parallelize_model(
         config.sequence_parallel,
         # Under activation checkpointing what is gathered is not kept at all.
         keep_shards=config.activation_checkpoint == "none",
-        sum_at_layers=the_plan.flow.straight,
+        # An embedding of a class of its own is looked up whole on every rank, and there is nothing to sum.
+        sum_at_layers=the_plan.flow.straight and the_plan[the_plan.anatomy.embedding] == "embedding_rowwise",
         compiled=config.compile,
     )
     unmodified = meta_copy(skeleton) if tp.size > 1 else skeleton
