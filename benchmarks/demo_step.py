@@ -14,9 +14,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
+
+from .processes import under_torchrun
 
 MODEL = "out/demo/model"
 PLAIN = "transformers, one process"
@@ -60,14 +61,7 @@ def launch(model: str, name: str) -> dict:
     sizes = MESHES.get(name, {})
     world = sizes.get("pp", 1) * sizes.get("dp_shard", 1) * sizes.get("tp", 1)
     threads = max(1, (os.cpu_count() or 1) // world)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += ["-m", "benchmarks.demo_step", "--model", model, "--worker", name]
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
-    return json.loads(lines[-1])
+    return under_torchrun("benchmarks.demo_step", world, "--model", model, "--worker", name, threads=threads)
 
 
 def run_worker(model: str, name: str) -> None:

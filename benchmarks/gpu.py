@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
+
+from .processes import under_torchrun
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,11 @@ def meshes(gpus: int) -> list[dict[str, int]]:
 def launch(shape: str, settings: dict) -> dict:
     """What rank 0 reports of one configuration, or why it failed."""
     world = settings.get("pp", 1) * settings["dp_shard"] * settings.get("tp", 1)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += ["-m", "benchmarks.gpu", "--worker", shape, json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        errors = [line for line in done.stderr.splitlines() if "Error" in line]
+    try:
+        return under_torchrun("benchmarks.gpu", world, "--worker", shape, json.dumps(settings))
+    except SystemExit as failure:
+        errors = [line for line in str(failure).splitlines() if "Error" in line]
         return {"failed": (errors or ["killed"])[0][:200]}
-    return json.loads(lines[-1])
 
 
 def run_worker(name: str, settings: dict) -> None:

@@ -13,10 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import memory
+from .processes import under_torchrun
 
 ROUNDS = 4  # the least counts: what else the machine does only adds
 TOLERANCE = 0.25  # of an exponent
@@ -192,20 +190,7 @@ def exponent(xs: list[int], ys: list[float], apart: bool) -> float:
 
 def launch(processes: int) -> dict[str, dict[str, dict]]:
     """What rank 0 reports: axis -> value -> quantity -> seconds or bytes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "benchmarks.growth", "--worker", str(processes)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            out, errors = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun then ends its workers; killed, it would leave them
-            raise
-    lines = [line for line in out.splitlines() if line.startswith("{")]
-    if process.returncode or not lines:
-        raise SystemExit(f"{processes} processes failed:\n{errors[-3000:]}")
-    return json.loads(lines[-1])
+    return under_torchrun("benchmarks.growth", processes, "--worker", str(processes), timeout=TIMEOUT)
 
 
 def run_worker(processes: int) -> None:

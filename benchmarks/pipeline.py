@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 
 import torch
 from torch import Tensor, nn
+
+from .processes import under_torchrun
 
 SECONDS = {"F": 0.06, "I": 0.06, "W": 0.06}  # forward, input gradients and weight gradients of one stage
 PIPELINES = (2, 4)
@@ -51,26 +50,13 @@ def table() -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for pp in PIPELINES:
-        for row in launch(pp):
+        for row in under_torchrun("benchmarks.pipeline", pp, "--worker", str(pp)):
             bound, measured = row["bound"], statistics.median(row["seconds"])
             lines.append(
                 f"| {row['schedule']} | {pp} | {row['virtual']} | {row['microbatches']} | {bound * 1e3:.0f} | "
                 f"{measured * 1e3:.0f} | {measured / bound:.3f} |"
             )
     return "\n".join([*lines, "", "Goal: at most 1.10 of the bound.", ""])
-
-
-def launch(pp: int) -> list[dict]:
-    """What rank 0 reports of every schedule."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={pp}"]
-    command += ["-m", "benchmarks.pipeline", "--worker", str(pp)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    if done.returncode or not lines:
-        raise SystemExit(f"pp={pp} failed:\n{done.stderr[-3000:]}")
-    return json.loads(lines[-1])
 
 
 class Sleeps:

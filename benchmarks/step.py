@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 
 from . import memory
+from .processes import under_torchrun
 
 MODELS = {
     "tiny": dict(
@@ -113,15 +112,7 @@ def _memory_rows(mesh: str, results: dict[str, dict]) -> list[str]:
 def launch(model: str, mesh: str) -> dict[str, dict]:
     """What rank 0 reports of all contenders on one mesh."""
     dp, tp = MESHES[mesh]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={dp * tp}"]
-    command += ["-m", "benchmarks.step", "--worker", model, mesh]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise SystemExit(f"{model} on {mesh} failed:\n{done.stderr[-3000:]}")
-    return json.loads(lines[-1])
+    return under_torchrun("benchmarks.step", dp * tp, "--worker", model, mesh)
 
 
 def run_worker(model: str, mesh: str) -> None:
