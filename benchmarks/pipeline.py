@@ -113,7 +113,8 @@ def run_worker(pp: int) -> None:
     """Build the model once a schedule and number of microbatches, step all in turn, print seconds on rank 0."""
     import torch.distributed as dist
 
-    from meshpar.config import SCHEDULES, ParallelConfig
+    from meshpar.config import ParallelConfig
+    from meshpar.schedules import SCHEDULES
 
     dist.init_process_group("gloo")
     contenders = []

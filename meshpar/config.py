@@ -7,7 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from .schedules import SCHEDULES, accepts_microbatches, microbatches_around, why_refused
 
 if TYPE_CHECKING:
     import torch
@@ -19,44 +21,12 @@ ACTIVATION_CHECKPOINTS = ("none", "selective", "full")
 # float16 is left out: its gradients underflow without loss scaling, which meshpar does not do.
 DTYPES = ("float32", "bfloat16")
 
-# Their backward comes in two parts, for a stage's inputs and for its weights.
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
 # torch's PipelineStage carries DTensors between stages from this release on.
 PIPELINE_TORCH = (2, 13)
 
 
 class ConfigError(ValueError):
     """A setting that cannot work. The message starts with the setting and its value: `tp=5 ...`."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A torch pipeline schedule and what it accepts.
-
-    `microbatches` is the rule torch applies to the number of microbatches of one schedule step: "any"; "stages" (at
-    least one a stage); "rounds" (a multiple of the number of rounds, microbatches // pp, where that is at least 1).
-    """
-
-    name: str
-    least_virtual: int
-    most_virtual: int | None
-    microbatches: Literal["any", "stages", "rounds"]
-
-
-# The rules torch's schedule classes apply; the tests hold this table against the classes themselves.
-SCHEDULES = {
-    schedule.name: schedule
-    for schedule in (
-        Schedule("GPipe", 1, 1, "any"),
-        Schedule("1F1B", 1, 1, "stages"),
-        Schedule("Interleaved1F1B", 2, None, "rounds"),
-        Schedule("InterleavedZeroBubble", 2, None, "rounds"),
-        Schedule("ZBVZeroBubble", 2, 2, "any"),
-        Schedule("LoopedBFS", 2, None, "any"),
-        Schedule("DualPipeV", 2, 2, "stages"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -182,35 +152,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def choose_microbatches(config: ParallelConfig, rows: int) -> int:
-    """Microbatches for one schedule step over `rows` rows of a data-parallel rank.
-
-    That is `config.microbatches` where it is set, and 1 without a pipeline. Else the fewest that divide the rows and
-    keep the bubble small (at least 4 * pp), in whole rounds of pp where an interleaved schedule can have them; else one
-    row each. It can exceed `rows` where the schedule needs more: the caller pads the rows.
-    """
-    if config.microbatches is not None:
-        return config.microbatches
-    if config.pp == 1:
-        return 1
-    fitting = [m for m in range(4 * config.pp, rows + 1) if rows % m == 0 and accepts_microbatches(config, m)]
-    if SCHEDULES[config.schedule].microbatches == "rounds":
-        fitting = [m for m in fitting if m % config.pp == 0] or fitting
-    return fitting[0] if fitting else _next_legal(config, max(rows, 1))
-
-
-def accepts_microbatches(config: ParallelConfig, microbatches: int) -> bool:
-    """Whether the schedule can run one step of this many microbatches. Without a pipeline, any number."""
-    if config.pp == 1:
-        return microbatches >= 1
-    rule = SCHEDULES[config.schedule].microbatches
-    if rule == "stages":
-        return microbatches >= config.num_stages
-    if rule == "rounds":
-        return microbatches >= 1 and microbatches % max(1, microbatches // config.pp) == 0
-    return microbatches >= 1
-
-
 def check_torch_version(config: ParallelConfig, version: str | None = None) -> None:
     """Refuse a pipeline on a torch that cannot run it. `version` defaults to the installed one.
 
@@ -282,7 +223,7 @@ def _check_choices(config: ParallelConfig) -> None:
     for name in ("sequence_parallel", "compile", "async_tp"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False.")
-    if config.reshard_after_forward not in (None, True, False):
+    if config.reshard_after_forward is not None and not isinstance(config.reshard_after_forward, bool):
         raise ConfigError(f"reshard_after_forward={config.reshard_after_forward!r} must be True, False or None.")
     canonical = {name.lower(): name for name in SCHEDULES}
     _choose(config, "schedule", canonical.get(str(config.schedule).lower(), config.schedule), SCHEDULES)
@@ -322,7 +263,7 @@ def _check_stage_layers(config: ParallelConfig) -> None:
 
 
 def _check_reshard(config: ParallelConfig) -> None:
-    if config.reshard_after_forward and config.schedule in SPLIT_BACKWARD:
+    if config.reshard_after_forward and SCHEDULES[config.schedule].splits_backward:
         raise ConfigError(
             f"reshard_after_forward=True does not work with schedule={config.schedule}, which needs the weights again "
             "after the backward that FSDP gathers them for; use 1F1B or Interleaved1F1B, or reshard_after_forward=None."
@@ -350,25 +291,6 @@ def _check_microbatches(config: ParallelConfig) -> None:
         return
     working = nearest(wanted, microbatches_around(config, wanted))
     raise ConfigError(f"microbatches={wanted} {why_refused(config, wanted)}; nearest that work: {working}.")
-
-
-def why_refused(config: ParallelConfig, microbatches: int) -> str:
-    """Why the schedule cannot run this many microbatches: the end of a sentence that starts with the number."""
-    if SCHEDULES[config.schedule].microbatches == "stages":
-        return f"is fewer than the {config.num_stages} stages, which schedule={config.schedule} cannot run"
-    rounds = microbatches // config.pp
-    return f"is no multiple of the {rounds} rounds that schedule={config.schedule} makes of it at pp={config.pp}"
-
-
-def microbatches_around(config: ParallelConfig, microbatches: int) -> list[int]:
-    """The nearest numbers of microbatches the schedule can run, below (where there is one) and above."""
-    below = [m for m in range(1, microbatches) if accepts_microbatches(config, m)]
-    return [*below[-1:], _next_legal(config, microbatches + 1)]
-
-
-def _next_legal(config: ParallelConfig, at_least: int) -> int:
-    # Every rule accepts a multiple of num_stages, so the search is short.
-    return next(m for m in range(at_least, at_least + config.num_stages + 1) if accepts_microbatches(config, m))
 
 
 def _mesh_message(config: ParallelConfig, known: int, world_size: int) -> str:

@@ -23,7 +23,7 @@ from .batch import Batch, make_batch
 from .checkpointing import apply_checkpointing
 from .comm import scale_grad
 from .compiling import apply_compile
-from .config import ParallelConfig, check_model, choose_microbatches
+from .config import ParallelConfig, check_model
 from .fsdp import apply_fsdp, discard_step, materialize, reshard
 from .full import FullTensors
 from .grads import GradientSums, clip_, counted, global_norm
@@ -34,6 +34,7 @@ from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device,
 from .pipeline import Pipeline
 from .plan import Plan, Style, make_plan
 from .probe import check_shapes
+from .schedules import choose_microbatches
 from .split import Runner, split_model, stage_ranges, stage_ranks, stages_of_rank
 from .styles import TensorParallel, apply_styles
 from .weights_convert import original_layout, pin_layout

@@ -12,16 +12,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from . import recipe_yaml
-from .config import (
-    ConfigError,
-    ParallelConfig,
-    accepts_microbatches,
-    check_torch_version,
-    microbatches_around,
-    nearest,
-    why_refused,
-)
+from .config import ConfigError, ParallelConfig, check_torch_version, nearest
 from .recipe_errors import RecipeError, problem_lines
+from .schedules import accepts_microbatches, microbatches_around, why_refused
 
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(ge=1)]

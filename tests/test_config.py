@@ -13,15 +13,13 @@ from torch.distributed.pipelining.schedules import (
 from transformers import GPT2Config, LlamaConfig
 
 from meshpar.config import (
-    SCHEDULES,
     ConfigError,
     ParallelConfig,
-    accepts_microbatches,
     check_model,
     check_torch_version,
-    choose_microbatches,
     torch_dtype,
 )
+from meshpar.schedules import SCHEDULES, accepts_microbatches, choose_microbatches
 
 
 def llama(heads=4, kv_heads=2, layers=4):
@@ -46,6 +44,7 @@ def llama(heads=4, kv_heads=2, layers=4):
         ({"schedule": "1F1C"}, ["schedule='1F1C'", "1F1B", "ZBVZeroBubble"]),
         ({"schedule": "PipelineScheduleMulti"}, ["schedule='PipelineScheduleMulti'"]),
         ({"sequence_parallel": 1}, ["sequence_parallel=1", "True or False"]),
+        ({"reshard_after_forward": 1}, ["reshard_after_forward=1", "True, False or None"]),
         ({"reshard_after_forward": "no"}, ["reshard_after_forward='no'", "True, False or None"]),
         (
             {"pp": 2, "reshard_after_forward": True, "schedule": "ZBVZeroBubble", "virtual_stages": 2},

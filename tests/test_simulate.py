@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
-from meshpar.config import SCHEDULES, ConfigError, ParallelConfig
+from meshpar.config import ConfigError, ParallelConfig
 from meshpar.planner.orders import schedule_order
 from meshpar.planner.simulate import Action, simulate
+from meshpar.schedules import SCHEDULES
 
 EQUAL = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 
@@ -40,6 +41,7 @@ def test_every_stage_sees_every_microbatch_once(config):
     every = set(itertools.product(range(config.num_stages), range(config.microbatches)))
     assert of_kind["F"] == every
     assert of_kind["I"] == of_kind["W"]
+    assert bool(of_kind["I"]) == SCHEDULES[config.schedule].splits_backward
     assert of_kind["B"] == every - of_kind["I"]
     spans = simulate(order, lambda stage, kind: EQUAL[kind]).ranks
     assert [s.action for rank in spans for s in rank] == actions
