@@ -98,7 +98,8 @@ def parallelize_model(
     stages = split_model(skeleton, unmodified, the_plan.anatomy, own, the_plan.flow)
     runner = Runner(skeleton, the_plan.anatomy, stages, tp)
     apply_compile(runner.own_layers(), tp, config)
-    apply_fsdp(runner, runner.own_layers(), the_mesh, config)
+    head = skeleton.get_submodule(the_plan.anatomy.head)
+    apply_fsdp(runner, runner.own_layers(), head, the_mesh, config)
     materialize(skeleton, specs, the_mesh, reader)
     load_buffers(skeleton, reader, device)
     log.info(
