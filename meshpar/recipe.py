@@ -34,11 +34,15 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """The checkpoint to start from; `dtype` is what parameters are stored and updated in."""
+    """The checkpoint to start from; `dtype` is what parameters are stored and updated in.
+
+    `trust_remote_code`: run Python code that comes with it.
+    """
 
     path: str
     dtype: Dtype = "float32"
     init: Literal["pretrained", "random"] = "pretrained"
+    trust_remote_code: bool = False
 
 
 class Parallel(Section):
@@ -258,7 +262,7 @@ def _batch_problems(recipe: Recipe, config: ParallelConfig) -> Iterator[str]:
             f"dp_shard={config.dp_shard}); nearest that work: {around}."
         )
     elif rows % micro:
-                yield (
+        yield (
             f"batch.micro_size={micro} does not divide the {rows} rows a step of a data-parallel rank "
             f"(global_size={total} over dp={dp}); nearest that work: {nearest(micro, divisors(rows))}."
         )

@@ -1,9 +1,10 @@
-"""Damage done to files: what a disk, a copy that broke off, an editor or an enemy makes of them, drawn by hypothesis."""
+"""Damage to files: what a disk, a broken copy, an editor or an enemy makes of them, drawn by hypothesis."""
 
 from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -101,7 +102,7 @@ def changed(draw: st.DrawFn, value: Any) -> Any:
         holder, key = draw(st.sampled_from(places))
         match draw(st.sampled_from(["replace", "replace", "remove", "rename", "nudge"])):
             case "replace":
-                holder[key] = draw(ODD_VALUES)
+                holder[key] = deepcopy(draw(ODD_VALUES))
             case "remove":
                 del holder[key]
             case "rename" if isinstance(holder, dict):
