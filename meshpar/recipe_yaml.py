@@ -19,7 +19,7 @@ class YamlProblem(ValueError):
 class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            value = super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+            value = super().construct_object(node, deep)
         except (AttributeError, LookupError, TypeError, ValueError):  # of a 13th month, an int of 5000 digits
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(None, None, f"this is no {kind}", node.start_mark) from None

@@ -7,9 +7,11 @@ import struct
 from collections.abc import Callable
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from meshpar.checkpoint import latest, read_manifest
 from meshpar.config import ConfigError
@@ -21,6 +23,7 @@ from meshpar.train.data import load_rows
 from meshpar.train.formats import FORMATS
 from meshpar.weights_in import SafetensorsSource
 from tests import jobs_mutations as jobs
+from tests.jobs_bugs import refusal as refusal_of
 from tests.mutations import as_json, changed, damaged, damaged_lines, examples
 from tests.test_data import CLOSE, CONVERSATION, OPEN, TURN, make_tokenizer
 from tests.test_recipe import EXAMPLE
@@ -137,6 +140,15 @@ def test_damaged_index(index, original_index, data):
 
 def test_models_of_damaged_directories(pool, tmp_path):
     pool.run(1, jobs.load_damaged_models, tmp_path)
+
+
+def test_weights_that_are_no_floating_point_numbers_are_refused(pool, tmp_path):
+    file = saved(built(llama_config()), tmp_path) / "model.safetensors"
+    save_file({**load_file(file), "lm_head.weight": torch.ones(64, 32, dtype=torch.int32)}, file)
+    (message,) = pool.run(1, refusal_of, {"dp_shard": 1}, str(tmp_path))
+    assert message == (
+        "ValueError: lm_head.weight is stored as int32, and weights are floating-point numbers; quantised are not read"
+    )
 
 
 # ---- configs and tokenizers ----

@@ -71,7 +71,9 @@ def _parse_line(line: bytes, where: str) -> dict:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         # Its own "line 1" would be that of the string.
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        reason = error
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
         raise ValueError(f"{where}: not JSON ({reason}); each line holds one object.") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: a JSON {type(row).__name__}, not an object with keys.")
