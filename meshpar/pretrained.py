@@ -20,6 +20,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "spiece.model",
+    "tekken.json",
 )
 
 
