@@ -278,6 +278,8 @@ def train_with_fault(raw: dict, fault: str, step: int) -> tuple[list[str], str |
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(directory))
         if directory.name == name and fault == "vanished":
             shutil.rmtree(directory.parent)
+        if directory.name == name and fault == "lost":
+            (aside / "__1_0.distcp").unlink()
         publish(aside, directory, *args)
 
     checkpoint.write_pieces, checkpoint.publish = write_with_fault, publish_with_fault

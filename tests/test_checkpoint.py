@@ -329,6 +329,7 @@ def test_export_in_one_process_is_what_save_pretrained_writes(pool, tmp_path, co
 EXPORT = """
 import sys
 from pathlib import Path
+from transformers.models.llama import modeling_llama
 from meshpar import checkpoint
 
 def peak():
@@ -343,9 +344,9 @@ print(peak() - before)
 
 def test_export_holds_one_file_and_two_tensors_at_most(pool, tmp_path):
     sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=8192)
-    largest, shard = 8192 * 512 * 4, 40_000_000
+    largest, shard, others = 8192 * 512 * 4, 80_000_000, 30_000_000  # bytes; others: of modules that it imports
     pool.run(2, jobs.save_random, sizes, str(tmp_path / "step-0"))
     done = run_python("-c", EXPORT, str(tmp_path / "step-0"), str(tmp_path / "out"), str(shard))
     assert done.returncode == 0, done.stderr
-    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 5 * shard
-    assert int(done.stdout.splitlines()[-1]) < shard + 2 * largest
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 3 * shard
+    assert int(done.stdout.splitlines()[-1]) < shard + 2 * largest + others
