@@ -168,7 +168,7 @@ class BackgroundSaver:
 
     def _stage(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
         self._memory = {name: piece.staged(self._memory.get(name)) for name, piece in pieces.items()}
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return self._memory
 
