@@ -119,12 +119,16 @@ class Train(Section):
 
 
 class Checkpoint(Section):
-    """Training state on disk. `every` None: only after the last step. `resume`: auto, never, or a checkpoint's path."""
+    """Training state on disk. `every` None: only after the last step. `resume`: auto, never, or a checkpoint's path.
+
+    `on_error`: what follows a save that failed, the last one of a run excepted.
+    """
 
     every: Count | None = None
     keep: Count = 2
     async_: bool = Field(True, alias="async")
     resume: str = "auto"
+    on_error: Literal["stop", "continue"] = "stop"
 
 
 class Log(Section):

@@ -65,6 +65,7 @@ def run(recipe: Recipe, device: torch.device | str | None = None) -> None:
             metrics.close()
         if job.step == recipe.train.steps:
             job.model.save_pretrained(Path(recipe.output_dir) / "model")
+        checkpoints.finish()
 
 
 def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> None:
@@ -83,6 +84,7 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> None:
             metrics.evaluation(job.step, job.evaluate())
         if _is_due(job.step, every) or job.step == last:
             checkpoints.save(job.model, job.optimizer, job.state())
+        checkpoints.poll()
     checkpoints.wait()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from ..flops import flops_per_token
+from ..mesh import on_first_rank
 from ..model import ParallelModel
 from ..recipe import Recipe
 from .trackers import start_trackers
+
+log = logging.getLogger("meshpar")
 
 # Dense bfloat16 FLOP/s by the device's name, from the vendor's data sheets; the first part that fits counts.
 PEAK_FLOPS = {
@@ -54,7 +59,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Metrics:
-    """Times steps and reports them: every rank calls it, rank 0 writes. ``step`` and ``tokens`` are done already."""
+    """Times steps and reports them: every rank calls it, rank 0 writes. ``step`` and ``tokens`` are done already.
+
+    An output that fails, a full disk or a tracker's server, is warned of once; training goes on, and so does the output
+    when it works again.
+    """
 
     def __init__(self, recipe: Recipe, model: ParallelModel, console: Console, step: int, tokens: int) -> None:
         self._device, self._every = model._mesh.device, recipe.log.every
@@ -62,11 +71,14 @@ class Metrics:
         self._peak = peak_flops(self._device, recipe.parallel.compute_dtype)
         self._tokens, self._steps, self._seconds = tokens, 0, 0.0  # at the last row; since the last row
         self._outputs: list[Any] = []
-        if dist.get_rank() == 0:
-            out = Path(recipe.output_dir)
-            trackers = start_trackers(recipe.log.trackers, out, recipe.model_dump(mode="json", by_alias=True))
-            bar = ProgressBar(console, step, recipe.train.steps)
-            self._outputs = [MetricsFile(out / "metrics.jsonl", step), bar, *map(_Tracker, trackers)]
+        self._failed: set[Any] = set()
+        on_first_rank(lambda: self._open(recipe, console, step))
+
+    def _open(self, recipe: Recipe, console: Console, step: int) -> None:
+        out = Path(recipe.output_dir)
+        trackers = start_trackers(recipe.log.trackers, out, recipe.model_dump(mode="json", by_alias=True))
+        bar = ProgressBar(console, step, recipe.train.steps)
+        self._outputs = [MetricsFile(out / "metrics.jsonl", step), bar, *map(_Tracker, trackers)]
 
     def start_step(self) -> None:
         """The clock runs from here to `end_step`: evaluations and checkpoints do not count."""
@@ -88,7 +100,7 @@ class Metrics:
     def close(self) -> None:
         """Finish the bar, the file and the trackers."""
         for output in self._outputs:
-            output.close()
+            self._try(output, output.close)
 
     def _speed(self, tokens: int) -> dict[str, Any]:
         peak = torch.tensor(peak_memory_bytes(self._device), device=self._device)
@@ -107,7 +119,17 @@ class Metrics:
 
     def _report(self, row: dict[str, Any]) -> None:
         for output in self._outputs:
-            output.write(row)
+            self._try(output, lambda output=output: output.write(row))
+
+    def _try(self, output: Any, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # a tracker may raise anything, and only this rank has it
+            if output not in self._failed:
+                log.warning("%s failed, and training goes on: %s: %s", output.name, type(error).__name__, error)
+            self._failed.add(output)
+        else:
+            self._failed.discard(output)
 
 
 class MetricsFile:
@@ -118,10 +140,11 @@ class MetricsFile:
         aside = path.with_suffix(".tmp")
         aside.write_text("".join(kept), encoding="utf-8")
         os.replace(aside, path)
+        self.name = str(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row; it is in the file when this returns."""
+        """Append a row; it is in the file when this returns. What it raises for is written with the next one."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
@@ -144,7 +167,7 @@ class ProgressBar:
     """Step, loss, gradient norm and tokens a second; on what is no terminal, a line for each reported step."""
 
     def __init__(self, console: Console, step: int, steps: int) -> None:
-        self._steps = steps
+        self.name, self._steps = "the progress bar", steps
         columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=steps, completed=step)
@@ -173,7 +196,7 @@ def _in_words(row: dict[str, Any]) -> str:
 
 class _Tracker:
     def __init__(self, tracker: Any) -> None:
-        self._tracker = tracker
+        self.name, self._tracker = f"the tracker {tracker.name}", tracker
 
     def write(self, row: dict[str, Any]) -> None:
         numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
