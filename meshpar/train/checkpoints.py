@@ -24,9 +24,13 @@ SUPERSEDED = ".superseded"
 
 
 class Checkpoints:
-    """``output_dir/checkpoints/step-N``, the newest ``keep`` of them. Every method is collective."""
+    """``output_dir/checkpoints/step-N``, the newest ``keep`` of them. Every method is collective.
 
-    def __init__(self, recipe: Recipe) -> None:
+    ``started_at``: the step at which this run began, where torchrun has restarted it since.
+    """
+
+    def __init__(self, recipe: Recipe, started_at: int | None = None) -> None:
+        self._started_at = started_at
         self.directory = Path(recipe.output_dir) / "checkpoints"
         self._keep, self._resume = recipe.checkpoint.keep, recipe.checkpoint.resume
         timeout = timedelta(seconds=recipe.distributed.timeout_seconds)
@@ -62,6 +66,9 @@ class Checkpoints:
             self._prune()
 
     def _find(self) -> Path | None:
+        newest = checkpoint.latest(self.directory) if self._started_at is not None else None
+        if newest is not None and self._started_at is not None and _step(newest) > self._started_at:
+            return newest  # this run's own, whatever the recipe said of earlier ones
         if self._resume == "never":
             return None
         if self._resume == "auto":
