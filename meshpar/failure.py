@@ -101,7 +101,7 @@ def report(message: str, status: int) -> NoReturn:
 
 
 def end_process(message: str, status: int, tell: bool = False) -> NoReturn:
-    """Print ``message``, unless another rank of this machine has said why, and end at once; ``tell`` it to all others."""
+    """Print ``message``, unless another rank of this machine has said why, and end at once; ``tell`` the others."""
     _ending.acquire()  # for good: of two threads that end the process, one finishes what it says
     if message and _first_to_report(status):
         print(f"meshpar: {message}", file=sys.stderr, flush=True)
@@ -156,11 +156,12 @@ def _lost_peer(error: BaseException | None) -> str | None:
 
 
 def _innermost_collective(error: BaseException) -> str:
-    modules = [
-        (str(frame.f_globals.get("__name__", "")), frame.f_code) for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
-    names = [c.co_name for m, c in modules if m.startswith("torch.distributed") and not m.endswith("c10d_logger")]
-    return names[-1] if names else "a collective"
+    name = "a collective"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("torch.distributed") and not module.endswith("c10d_logger"):
+            name = frame.f_code.co_name
+    return name
 
 
 def _save_traceback(error: Exception, path: Path) -> None:

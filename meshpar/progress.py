@@ -69,7 +69,7 @@ mark = HERE.mark
 
 
 def attempt_directory() -> Path | None:
-    """Where torchrun keeps what belongs to this start of the workers on this machine, a directory a local rank in it."""
+    """What torchrun makes anew for every start of this machine's workers, with a directory for each of them."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path).parent.parent if path and path != os.devnull else None
 
@@ -82,6 +82,8 @@ def neighbours() -> dict[int, int]:
 
 def position_of(local_rank: int, directory: Path | None = None) -> Position | None:
     """The last mark of a worker of this machine, alive or dead; None where it has no record."""
+    if directory is None and str(local_rank) == os.environ.get("LOCAL_RANK"):
+        return HERE.position()  # to open and close the file would give up the lock on it
     path = _record_path(local_rank, directory)
     try:
         return _unpack(path.read_bytes()) if path is not None else None
@@ -92,7 +94,6 @@ def position_of(local_rank: int, directory: Path | None = None) -> Position | No
 def has_died(local_rank: int) -> bool:
     """Whether a worker of this machine had begun and is gone without having come to its end."""
     path, position = _record_path(local_rank), position_of(local_rank)
-    # POSIX locks belong to a process: one's own would be taken for none, and lost when the file is closed again.
     if path is None or position is None or position.pid in (0, os.getpid()) or position.phase == "end":
         return False
     with path.open("rb") as file:

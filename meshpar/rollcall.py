@@ -7,17 +7,21 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from . import failure, progress
 from .config import ParallelConfig
 from .failure import FAILED
 from .progress import HERE
+
+T = TypeVar("T")
 
 
 class Board:
@@ -25,8 +29,8 @@ class Board:
 
     def __init__(self, timeout_seconds: float) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._run = dist.PrefixStore("meshpar", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
-        self._attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), self._run)
+        self._run = PrefixStore("meshpar", TCPStore(address, port, is_master=False, wait_for_workers=False))
+        self._attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), self._run)
         self._timeout, self._lost = timedelta(seconds=timeout_seconds), False
 
     def get(self, key: str, run: bool = False) -> str | None:
@@ -46,7 +50,7 @@ class Board:
         """Return when ``key`` is set; raises DistStoreError where that takes too long."""
         self._attempt.wait([key], self._timeout)
 
-    def _ask(self, question: Any) -> Any:
+    def _ask(self, question: Callable[[], T]) -> T | None:
         try:
             return None if self._lost else question()
         except RuntimeError:
@@ -100,9 +104,9 @@ class RollCall:
         status = failure.reported()
         return None if status is None else Verdict("", status)
 
-    def publish(self, verdict: Verdict) -> None:
-        """Let all ranks end with it, where it is the first."""
-        self._board.claim("verdict", json.dumps(asdict(verdict)))
+    def publish(self, verdict: Verdict) -> bool:
+        """Let all ranks end with it; False where they end with another one."""
+        return self._board.claim("verdict", json.dumps(asdict(verdict)))
 
     def complete(self) -> bool:
         """Whether all have answered."""
@@ -176,7 +180,7 @@ def activity() -> tuple[str, bool]:
 
 
 def pending_collective() -> str | None:
-    """The newest collective under way, "all_reduce over mesh_tp", by torch's flight recorder (which has no gloo p2p)."""
+    """The newest collective under way by torch's flight recorder: "all_reduce over mesh_tp"."""
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     dumps = [getattr(_distributed_c10d, name) for name in names if hasattr(_distributed_c10d, name)]
     entries = [entry for dump in dumps for entry in json.loads(dump(True, True)).get("entries", [])]

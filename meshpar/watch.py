@@ -50,7 +50,7 @@ class Watch(threading.Thread):
         """From here on signals are heard, and what ends one rank ends all."""
         HERE.share()
         self._waker.setblocking(False)
-        # Python's own handlers would wait for the main thread, which may be in a collective; the thread is woken at once.
+        # Python's own handlers wait for the main thread, which may be in a collective; this thread is woken at once.
         signal.set_wakeup_fd(self._waker.fileno())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
@@ -96,14 +96,15 @@ class Watch(threading.Thread):
         return self._end_with(found or Verdict(own, FAILED))
 
     def _end_with(self, verdict: Verdict) -> tuple[str, int]:
-        self._roll_call.publish(verdict)
-        here = progress.neighbours()
+        first, here = self._roll_call.publish(verdict), progress.neighbours()
         for rank in verdict.silent:
             at = progress.position_of(here[rank]) if rank in here else None
             # A stopped process hears no SIGTERM, and torchrun would wait half a minute for it.
             if at is not None and not progress.has_died(here[rank]):
                 os.kill(at.pid, signal.SIGKILL)
-        return verdict.message, verdict.status
+        # Ranks of a machine see in torchrun's directory who has printed it. Without one, a single rank does.
+        speaks = first or progress.attempt_directory() is not None
+        return verdict.message if speaks else "", verdict.status
 
     # The thread
 

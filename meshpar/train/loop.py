@@ -88,10 +88,10 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> None:
         metrics.start_step()
         loss, grad_norm, lr = job.train_step()
         metrics.end_step(job.step, loss, grad_norm, lr, job.tokens)
-        stopped = _told_to_stop()
+        stopped = job.step < last and _told_to_stop()
         if job.eval_rows and not stopped and (_is_due(job.step, steps.eval_every) or job.step == steps.steps):
             metrics.evaluation(job.step, job.evaluate())
-            stopped = _told_to_stop()
+            stopped = job.step < last and _told_to_stop()
         if _is_due(job.step, every) or job.step == last or stopped:
             mark("save")
             checkpoints.save(job.model, job.optimizer, job.state())
