@@ -83,8 +83,8 @@ class Watch(threading.Thread):
         self._roll_call.publish(Verdict(message, status))
 
     def find_cause(self, own: str) -> tuple[str, int]:
-        """Message and exit status of a rank that lost a peer; ``own``: what it would say by itself."""
-        self._roll_call.lost_peer = True
+        """Message and exit status of a rank that lost a peer, or sees one that stands still; ``own``: what it knows."""
+        self._roll_call.lost_peer |= threading.current_thread() is threading.main_thread()
         judges = self._roll_call.begin()
         deadline = time.monotonic() + ANSWER_SECONDS * (1 if judges else 2)
         found = None

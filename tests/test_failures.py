@@ -1,4 +1,4 @@
-"""What stops one rank of a training run stops all of them, soon, and with one message that says which, where and how."""
+"""What stops one rank of a training run stops all, soon, with one message that says which rank, where and how."""
 
 import socket
 import time
