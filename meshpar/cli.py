@@ -220,7 +220,7 @@ def _status_of_workers(error: ChildFailedError) -> int:
     if status is not None:
         return status
     if first.exitcode in (-signal.SIGINT, -signal.SIGTERM):
-        print(f"meshpar: {first.signal_name()} ended the run before its first step; nothing to save", file=sys.stderr)
+        print(f"meshpar: {first.signal_name()} ended the run before it began", file=sys.stderr)
         return 128 - first.exitcode
     if first.exitcode not in (FAILED, BAD_USAGE):
         how = f"was ended by {first.signal_name()}" if first.exitcode < 0 else f"exited with status {first.exitcode}"

@@ -31,7 +31,7 @@ class Board:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._run = PrefixStore("meshpar", TCPStore(address, port, is_master=False, wait_for_workers=False))
         self._attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), self._run)
-        self._timeout, self._lost = timedelta(seconds=timeout_seconds), False
+        self._timeout, self.lost = timedelta(seconds=timeout_seconds), False
 
     def get(self, key: str, run: bool = False) -> str | None:
         """What was set, if anything; ``run``: by an earlier start of the workers, too."""
@@ -52,9 +52,9 @@ class Board:
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         try:
-            return None if self._lost else question()
+            return None if self.lost else question()
         except RuntimeError:
-            self._lost = True
+            self.lost = True
             return None
 
 
@@ -106,7 +106,7 @@ class RollCall:
 
     def publish(self, verdict: Verdict) -> bool:
         """Let all ranks end with it; False where they end with another one."""
-        return self._board.claim("verdict", json.dumps(asdict(verdict)))
+        return self._board.claim("verdict", json.dumps(asdict(verdict))) or self._board.lost
 
     def complete(self) -> bool:
         """Whether all have answered."""
@@ -120,6 +120,8 @@ class RollCall:
     def judge(self) -> Verdict | None:
         """Who is to blame by the answers: one that died, one that does not answer, one that others wait for."""
         texts = {rank: self._board.get(f"answer/{rank}") for rank in range(self._world)}
+        if self._board.lost:
+            return None
         answers = {rank: Answer(**json.loads(text)) for rank, text in texts.items() if text is not None}
         answers.setdefault(self._rank, self._answer())
         dead = {rank: where for answer in answers.values() for rank, where in answer.dead.items()}

@@ -120,12 +120,17 @@ def test_second_signal_ends_at_once(workspace, tmp_path):
     assert time.monotonic() - started < 10
 
 
-def test_signal_before_the_first_step_says_that_there_is_nothing_to_save(workspace, tmp_path):
-    run = Run(tmp_path, recipe(workspace, tmp_path / "run", dict(pp=1, dp_shard=2)), "-m", "meshpar")
-    run.wait_until(lambda: len(run.workers()) == 2)
+@pytest.mark.parametrize(
+    ("file", "said"), [(None, "before it began"), ("recipe.yaml", "before its first step; nothing to save")]
+)
+def test_signal_before_the_first_step_ends_the_run(workspace, tmp_path, file, said):
+    raw = recipe(workspace, tmp_path / "run", dict(pp=1, dp_shard=2), train__eval_at_start=True)
+    raw["data"]["eval_path"] = raw["data"]["path"]
+    run = Run(tmp_path, raw, "-m", "meshpar")
+    run.wait_until(lambda: len(run.workers()) == 2 and (file is None or (run.out / file).exists()))
     run.process.terminate()
     status, messages, errors = run.end()
-    assert messages == ["meshpar: SIGTERM ended the run before its first step; nothing to save"], errors
+    assert messages == [f"meshpar: SIGTERM ended the run {said}"], errors
     assert status == 128 + signal.SIGTERM
 
 
