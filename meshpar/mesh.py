@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .config import ParallelConfig
 
@@ -48,6 +48,14 @@ def init_distributed(
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return device
+
+
+def world_timeout() -> timedelta:
+    """How long a collective of all ranks waits for a peer."""
+    if dist.get_backend() == "fake":  # nobody waits
+        return DEFAULT_TIMEOUT
+    world = dist.group.WORLD
+    return world._get_backend(world._device_types[0]).options._timeout
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -151,15 +159,25 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
         sizes = (config.pp, config.dp_replicate, config.dp_shard, config.tp)
         names = ("pp", "dp_replicate", "dp_shard", "tp")
     where = "cpu" if device.type == "meta" else device.type  # meta is no place for a process group
-    device_mesh = init_device_mesh(where, sizes, mesh_dim_names=names)
+    ranks = torch.arange(dist.get_world_size()).view(sizes)
+    groups = [_groups_along(ranks, i, names[i]) for i in range(ranks.ndim)]
+    device_mesh = DeviceMesh.from_group(groups, where, mesh=ranks, mesh_dim_names=names)
     return adopt_mesh(device_mesh, device)
+
+
+def _groups_along(ranks: Tensor, dim: int, name: str) -> dist.ProcessGroup:
+    """This rank's group along a dimension. torch's `init_device_mesh` would have it wait half an hour for a peer."""
+    rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(rows, timeout=world_timeout(), group_desc=f"mesh_{name}")
+    return group
 
 
 def adopt_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
     """Wrap a caller's mesh, whose dimensions must be pp, dp (or dp_replicate, dp_shard) and tp, in that order."""
     _check_dims(device_mesh)
     if "dp_replicate" in device_mesh.mesh_dim_names:
-        device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        flat = device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        flat.get_group().set_timeout(world_timeout())
     _check_ranks(device_mesh.mesh)
     return Mesh(device_mesh, device)
 

@@ -31,16 +31,18 @@ class Checkpoints:
 
     A save that fails leaves the older ones whole. Training then stops or goes on, as the recipe has it; the failure of
     the run's last save is kept for `finish`, so that what else the run leaves can be written before.
+
+    ``started_at``: the step at which this run began, where torchrun has restarted it since.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, started_at: int | None = None) -> None:
+        self._started_at = started_at
         self.directory = Path(recipe.output_dir) / "checkpoints"
         self._keep, self._resume = recipe.checkpoint.keep, recipe.checkpoint.resume
         self._goes_on = recipe.checkpoint.on_error == "continue"
-        self._last_step = recipe.train.stop_at or recipe.train.steps
         timeout = timedelta(seconds=recipe.distributed.timeout_seconds)
         self._background = checkpoint.BackgroundSaver(timeout) if recipe.checkpoint.async_ else None
-        self._step = 0  # of the last save
+        self._step, self._is_last = 0, False  # of the last save
         self._failure: str | None = None  # of the last save
 
     def resume(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -53,13 +55,13 @@ class Checkpoints:
         on_first_rank(lambda: self._set_aside_after(step))
         return extra
 
-    def save(self, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> None:
-        """Save after step ``extra["step"]``, in the background where the recipe has it so.
+    def save(self, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any], is_last: bool) -> None:
+        """Save after step ``extra["step"]``, ``is_last`` of this run, in the background where the recipe has it so.
 
         Raises OSError on every rank where it fails and the recipe has training stop.
         """
         self.wait()
-        self._step = extra["step"]
+        self._step, self._is_last = extra["step"], is_last
         directory = self.directory / f"step-{self._step}"
         if self._background is not None:
             self._background.save(directory, model, optimizer, extra)
@@ -94,22 +96,29 @@ class Checkpoints:
     def _report(self, error: OSError) -> None:
         newest = on_first_rank(self._newest)
         kept = f"the newest whole checkpoint is {newest}" if newest else "there is no whole checkpoint"
-        is_last = self._step >= self._last_step
-        then = "it was the last" if is_last else "training goes on" if self._goes_on else "training stops"
+        then = "it was the last" if self._is_last else "training goes on" if self._goes_on else "training stops"
         self._failure = f"step {self._step} could not be saved; {then}; {kept}; the cause is {_in_words(error)}"
-        if not is_last and not self._goes_on:
+        if not self._is_last and not self._goes_on:
             raise OSError(self._failure) from error
         log.warning("%s", self._failure)
 
     def _load(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any] | None:
+        if self._started_at is not None:  # this run's own, whatever the recipe says of earlier ones
+            extra = self._newest_whole(model, optimizer, self._started_at)
+            if extra is not None:
+                return extra
+        if self._resume == "auto":
+            return self._newest_whole(model, optimizer)
         if self._resume == "never":
             return None
-        if self._resume != "auto":
-            try:
-                return _resumed(Path(self._resume), model, optimizer)
-            except CheckpointError as problem:
-                raise ConfigError(f"checkpoint.resume={self._resume} cannot be used: {problem}.") from None
-        found = checkpoint.newest_first(self.directory)
+        try:
+            return _resumed(Path(self._resume), model, optimizer)
+        except CheckpointError as problem:
+            raise ConfigError(f"checkpoint.resume={self._resume} cannot be used: {problem}.") from None
+
+    def _newest_whole(self, model: ParallelModel, optimizer: Optimizer, after: int = -1) -> dict[str, Any] | None:
+        """Load the newest whole checkpoint of a step after ``after``, if there is one."""
+        found = (path for path in checkpoint.newest_first(self.directory) if _step(path) > after)
         while (source := on_first_rank(lambda: next(found, None))) is not None:
             try:
                 return _resumed(source, model, optimizer)

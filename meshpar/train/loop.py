@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from .. import watch
 from ..config import ConfigError, ParallelConfig, check_model
 from ..load import skeleton_from_config
 from ..loss import count_targets, shift_labels
 from ..mesh import init_distributed, on_first_rank
 from ..model import ParallelModel, parallelize_model
 from ..pretrained import read_config, read_tokenizer
+from ..progress import mark
 from ..recipe import Recipe
 from ..recipe_errors import RecipeError
 from ..rng import seed_rank
@@ -56,36 +58,62 @@ def run(recipe: Recipe, device: torch.device | str | None = None) -> None:
     console = Console()
     with _log_on_first_rank(console):
         job = Job.begin(recipe, device)
-        checkpoints = Checkpoints(recipe)
+        watcher = watch.current()
+        checkpoints = Checkpoints(recipe, watcher.started_at() if watcher else None)
         job.load_state(checkpoints.resume(job.model, job.optimizer))
+        if watcher:
+            watcher.set_started_at(job.step)
         metrics = Metrics(recipe, job.model, console, job.step, int(job.tokens.item()))
         try:
-            train(job, checkpoints, metrics)
+            stopped = train(job, checkpoints, metrics)
         finally:
             metrics.close()
         if job.step == recipe.train.steps:
+            mark("export")
             job.model.save_pretrained(Path(recipe.output_dir) / "model")
         checkpoints.finish()
+        if stopped and dist.get_rank() == 0:
+            print(f"meshpar: saved at step {job.step}", flush=True)
 
 
-def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> None:
-    """Step by step to the end of the recipe or to its `stop_at`; evaluations and checkpoints where they are due."""
+def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> bool:
+    """Step by step to the end of the recipe, to its `stop_at`, or until a signal asks a rank to stop: then True.
+
+    Evaluations and checkpoints where they are due, and a checkpoint at the end.
+    """
     steps, every = job.recipe.train, job.recipe.checkpoint.every
-    last = steps.stop_at or steps.steps
+    last, stopped = steps.stop_at or steps.steps, False
     if job.step >= last:
         log.info("step %d is done already; nothing is left to train", last)
     if job.eval_rows and steps.eval_at_start and job.step == 0:
         metrics.evaluation(0, job.evaluate())
-    while job.step < last:
+    while job.step < last and not stopped:
         metrics.start_step()
         loss, grad_norm, lr = job.train_step()
         metrics.end_step(job.step, loss, grad_norm, lr, job.tokens)
-        if job.eval_rows and (_is_due(job.step, steps.eval_every) or job.step == steps.steps):
+        stopped = job.step < last and _told_to_stop()
+        if job.eval_rows and not stopped and (_is_due(job.step, steps.eval_every) or job.step == steps.steps):
             metrics.evaluation(job.step, job.evaluate())
-        if _is_due(job.step, every) or job.step == last:
-            checkpoints.save(job.model, job.optimizer, job.state())
+            stopped = job.step < last and _told_to_stop()
+        if _is_due(job.step, every) or job.step == last or stopped:
+            mark("save")
+            checkpoints.save(job.model, job.optimizer, job.state(), is_last=job.step == last or stopped)
         checkpoints.poll()
+    mark("save")
     checkpoints.wait()
+    return stopped
+
+
+def _told_to_stop() -> bool:
+    """Whether a signal has asked any rank to stop; all ranks hear of it after the same step.
+
+    A collective of its own, on the CPU: the step's own are on the device, and reading one of their results would keep
+    the CPU from running ahead.
+    """
+    watcher = watch.current()
+    told = torch.tensor(int(watcher is not None and watcher.stop_requested))
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return bool(told)
 
 
 def _is_due(step: int, every: int | None) -> bool:
@@ -112,7 +140,9 @@ class Job:
         config = recipe.parallel_config(dist.get_world_size())
         _check_model(recipe, config)
         on_first_rank(lambda: _write_recipe(recipe, config))
+        mark("data")
         rows, eval_rows, pad_id = _load_data(recipe)
+        mark("load")
         model = _load_model(recipe, config, device)
         check_vocabulary([*rows, *eval_rows], model.config.get_text_config().vocab_size)
         optimizer = make_optimizer(model, recipe.optim)
@@ -125,8 +155,11 @@ class Job:
 
     def train_step(self) -> tuple[Tensor, Tensor, float]:
         """One optimizer step on the next global batch: its loss, gradient norm before clipping, and learning rate."""
+        mark("data", self.step + 1)
         rows = self.batches.next(*self._dp())
+        mark("forward")
         loss = self.model.forward_backward(self._cut(rows))
+        mark("optimizer")
         max_norm = self.recipe.optim.max_grad_norm
         grad_norm = self.model.grad_norm() if max_norm is None else self.model.clip_grad_norm_(max_norm)
         lr = self.schedule.get_last_lr()[0]
@@ -143,6 +176,7 @@ class Job:
         batches = eval_batches(self.eval_rows, size, *self._dp(), self.batches.pad_id, seq_len)
         total = counted = torch.zeros((), dtype=torch.float64, device=self.tokens.device)
         for rows in islice(batches, self.recipe.train.eval_batches):
+            mark("evaluation")
             weight = self._over_dp(count_targets(shift_labels(rows["labels"])))
             total = total + weight * self.model.eval_loss(self._cut(rows))
             counted = counted + weight
