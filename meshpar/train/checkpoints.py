@@ -29,6 +29,8 @@ class Checkpoints:
     def __init__(self, recipe: Recipe) -> None:
         self.directory = Path(recipe.output_dir) / "checkpoints"
         self._keep, self._resume = recipe.checkpoint.keep, recipe.checkpoint.resume
+        self._start: Path | None = None  # where this run resumed
+        self._saved = False  # whether it has saved since
         timeout = timedelta(seconds=recipe.distributed.timeout_seconds)
         self._background = checkpoint.BackgroundSaver(timeout) if recipe.checkpoint.async_ else None
 
@@ -37,7 +39,7 @@ class Checkpoints:
 
         Checkpoints of later steps are set aside: they belong to a run that this one does not continue.
         """
-        source = on_first_rank(self._find)
+        self._start = source = on_first_rank(self._find)
         extra = checkpoint.load(source, model, optimizer) if source is not None else None
         step = 0 if extra is None else extra["step"]
         on_first_rank(lambda: self._set_aside_after(step))
@@ -45,9 +47,19 @@ class Checkpoints:
             log.info("resumed from %s", source)
         return extra
 
+    def roll_back(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Load the newest checkpoint of this run; what it was saved with, or None where there is none yet."""
+        self.wait()
+        source = on_first_rank(lambda: checkpoint.latest(self.directory)) if self._saved else self._start
+        extra = checkpoint.load(source, model, optimizer) if source is not None else None
+        if source is not None:
+            log.warning("went back to %s", source)
+        return extra
+
     def save(self, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> None:
         """Save after step ``extra["step"]``, in the background where the recipe has it so."""
         directory = self.directory / f"step-{extra['step']}"
+        self._saved = True
         if self._background is not None:
             self.wait()
             self._background.save(directory, model, optimizer, extra)

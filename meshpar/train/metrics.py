@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -62,11 +62,13 @@ class Metrics:
         self._peak = peak_flops(self._device, recipe.parallel.compute_dtype)
         self._tokens, self._steps, self._seconds = tokens, 0, 0.0  # at the last row; since the last row
         self._outputs: list[Any] = []
+        self._file: MetricsFile | None = None
         if dist.get_rank() == 0:
             out = Path(recipe.output_dir)
             trackers = start_trackers(recipe.log.trackers, out, recipe.model_dump(mode="json", by_alias=True))
             bar = ProgressBar(console, step, recipe.train.steps)
-            self._outputs = [MetricsFile(out / "metrics.jsonl", step), bar, *map(_Tracker, trackers)]
+            self._file = MetricsFile(out / "metrics.jsonl", step)
+            self._outputs = [self._file, bar, *map(_Tracker, trackers)]
 
     def start_step(self) -> None:
         """The clock runs from here to `end_step`: evaluations and checkpoints do not count."""
@@ -84,6 +86,17 @@ class Metrics:
     def evaluation(self, step: int, loss: float) -> None:
         """Report an evaluation."""
         self._report({"step": step, "eval_loss": loss})
+
+    def event(self, step: int, event: str, reason: str) -> None:
+        """Leave a row that says what happened beside the numbers; the log has told the user already."""
+        if self._file is not None:
+            self._file.write({"step": step, "event": event, "reason": reason})
+
+    def go_back(self, step: int, tokens: int) -> None:
+        """The run goes on from an earlier step: rows of later ones are dropped."""
+        self._tokens, self._steps, self._seconds = tokens, 0, 0.0
+        if self._file is not None:
+            self._file.go_back(step)
 
     def close(self) -> None:
         """Finish the bar, the file and the trackers."""
@@ -114,19 +127,34 @@ class MetricsFile:
     """One JSON object a line. Rows that a run which got further than ``step`` has left are dropped first."""
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = [line for line in _lines(path) if _step_of(line) <= step] if step else []
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(kept), encoding="utf-8")
-        os.replace(aside, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = _open_after(path, step)
+
+    def go_back(self, step: int) -> None:
+        """Drop the rows of steps after ``step``."""
+        self._file.close()
+        self._file = _open_after(self._path, step)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row; it is in the file when this returns."""
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps({key: _or_null(value) for key, value in row.items()}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _open_after(path: Path, step: int) -> TextIO:
+    kept = [line for line in _lines(path) if _step_of(line) <= step] if step else []
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)
+    return path.open("a", encoding="utf-8")
+
+
+def _or_null(value: object) -> object:
+    """JSON has neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(path: Path) -> list[str]:
