@@ -50,9 +50,7 @@ class Culprit:
         return f"rank {self.rank} ({self.coordinates}){microbatch}, in {self.where} ({self.phase})"
 
 
-def find_nonfinite(
-    model: ParallelModel, batch: Batches, random: dict[str, Tensor] | None = None
-) -> Culprit | None:
+def find_nonfinite(model: ParallelModel, batch: Batches, random: dict[str, Tensor] | None = None) -> Culprit | None:
     """Run `forward_backward` on ``batch`` and tell where its numbers first are not finite; None: nowhere. Collective.
 
     ``random``: the generators' state from before the step, so that dropout is the same. Gradients are dropped.

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import meshpar
 from meshpar.grads import local
 from meshpar.recipe import parse_recipe
 from meshpar.train import loop
+from tests import models
+from tests.jobs import make, rows_of_rank
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Fault:
     rank: int | None = None
     microbatch: int | None = None
     batches: tuple[int, ...] = (3,)
+    once: bool = False  # not when the step is run again
 
 
 class _InfiniteGradient(torch.autograd.Function):
@@ -52,16 +56,25 @@ def _spike(module: nn.Module, out: Tensor) -> Tensor:
     return out * 30
 
 
+def _huge(module: nn.Module, out: Tensor) -> Tensor:
+    return out + 3e38
+
+
 _IN_MODULE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "nan": _nan,
     "backward": _backward,
     "backward of weight": _backward_of_weight,
     "spike": _spike,
+    "nan before": _nan,
+    "huge before": _huge,
 }
 
 
-def train(raw: dict, fault: Fault | None = None) -> dict:
-    """The training loop on a recipe, with a fault: what this rank warned of, the error, and what each step did."""
+def train(raw: dict, fault: Fault | None = None, pass_over: int = 0) -> dict:
+    """The training loop on a recipe, with a fault: what this rank warned of, the error, and what each step did.
+
+    ``pass_over``: global batches that are passed over where the run starts.
+    """
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -72,6 +85,8 @@ def train(raw: dict, fault: Fault | None = None) -> dict:
         _watch_steps(job, steps)
         if fault is not None:
             _inject(job, fault)
+        for _ in range(pass_over):
+            job.batches.next()
         whole_train(job, *rest)
 
     logging.getLogger("meshpar").addHandler(handler)
@@ -84,6 +99,20 @@ def train(raw: dict, fault: Fault | None = None) -> dict:
         logging.getLogger("meshpar").removeHandler(handler)
         loop.train = whole_train
     return {"warnings": warnings, "error": error, "steps": steps}
+
+
+def find_in_own_loop(config: dict) -> tuple[str, str, bool]:
+    """What `find_nonfinite` says of a good list of batches, then of one with a fault; whether the next step is good."""
+    model = make(config)
+    own = [rows_of_rank(models.make_batch(4, seed=seed), model.mesh) for seed in (1, 2)]
+    before = model.forward_backward(own).item(), model.grad_norm().item()
+    good = meshpar.find_nonfinite(model, own)
+    module = dict(model._runner.model.named_modules()).get("model.layers.3.mlp")
+    handles = [module.register_forward_hook(lambda module, args, out: _nan(module, out))] if module else []
+    bad = meshpar.find_nonfinite(model, own)
+    for handle in handles:
+        handle.remove()
+    return str(good), str(bad), before == (model.forward_backward(own).item(), model.grad_norm().item())
 
 
 def _watch_steps(job: loop.Job, steps: list) -> None:
@@ -108,28 +137,33 @@ def _own_state(job: loop.Job) -> list[Tensor]:
 
 
 def _inject(job: loop.Job, fault: Fault) -> None:
-    """The fault comes with the batch, and so again whenever the step is run again."""
-    calls = 0
+    """The fault comes with the batch, and so again when the step is run again."""
+    calls = runs = 0
 
     def active() -> bool:
-        return job.batches.rows_seen // job.batches.global_size in fault.batches
+        there = job.batches.rows_seen // job.batches.global_size in fault.batches
+        return there and not (fault.once and runs > 1)
 
     forward_backward = job.model.forward_backward
 
     def begin(batch):
-        nonlocal calls
-        calls = 0
+        nonlocal calls, runs
+        calls, runs = 0, runs + 1 if job.batches.rows_seen // job.batches.global_size in fault.batches else 0
         if fault.kind == "weight" and active() and fault.rank == dist.get_rank():
             local(dict(job.model.named_parameters())[fault.module]).view(-1)[0] = torch.inf
         return forward_backward(batch)
 
-    def act(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+    def act(module: nn.Module, x: Tensor) -> Tensor:
         nonlocal calls
         calls += torch._C._current_graph_task_id() == -1  # not what activation checkpointing computes again
         wanted = fault.microbatch is None or calls == fault.microbatch + 1
-        return _IN_MODULE[fault.kind](module, out) if active() and wanted else out
+        return _IN_MODULE[fault.kind](module, x) if active() and wanted else x
 
     job.model.forward_backward = begin
-    modules = dict(job.model._runner.model.named_modules())
-    if fault.kind in _IN_MODULE and fault.rank in (None, dist.get_rank()) and fault.module in modules:
-        modules[fault.module].register_forward_hook(act)
+    module = dict(job.model._runner.model.named_modules()).get(fault.module)
+    if fault.kind == "weight" or module is None or fault.rank not in (None, dist.get_rank()):
+        return
+    if fault.kind.endswith("before"):
+        module.register_forward_pre_hook(lambda module, args: (act(module, args[0]), *args[1:]))
+    else:
+        module.register_forward_hook(lambda module, args, out: act(module, out))

@@ -19,6 +19,8 @@ from ..recipe import Guard
 
 log = logging.getLogger("meshpar")
 
+# The second run is without compile.
+_NOT_AGAIN = "not seen again when the step was run again: suspect the hardware, or parallel.compile where it is on"
 _GOOD, _SPIKE, _NONFINITE = range(3)
 
 
@@ -105,5 +107,4 @@ def _not_finite(step: int, loss: Tensor, grad_norm: Tensor, culprit: Culprit | N
     numbers = {"loss": loss.item(), "gradient norm": grad_norm.item()}
     wrong = (f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value))
     what = next(wrong, "a number of another rank is not finite")
-    where = f"first seen on {culprit}" if culprit else "not seen again when the step was run again: suspect the hardware"
-    return f"{what} at step {step}: {where}"
+    return f"{what} at step {step}: {f'first seen on {culprit}' if culprit else _NOT_AGAIN}"

@@ -64,6 +64,9 @@ def run(recipe: Recipe, device: torch.device | str | None = None) -> None:
         metrics = Metrics(recipe, job.model, console, job.step, int(job.tokens.item()))
         try:
             train(job, checkpoints, metrics)
+        except StepFailed:
+            checkpoints.wait()  # what is being written is from before the step
+            raise
         finally:
             metrics.close()
         if job.step == recipe.train.steps:

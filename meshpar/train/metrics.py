@@ -62,13 +62,11 @@ class Metrics:
         self._peak = peak_flops(self._device, recipe.parallel.compute_dtype)
         self._tokens, self._steps, self._seconds = tokens, 0, 0.0  # at the last row; since the last row
         self._outputs: list[Any] = []
-        self._file: MetricsFile | None = None
         if dist.get_rank() == 0:
             out = Path(recipe.output_dir)
             trackers = start_trackers(recipe.log.trackers, out, recipe.model_dump(mode="json", by_alias=True))
             bar = ProgressBar(console, step, recipe.train.steps)
-            self._file = MetricsFile(out / "metrics.jsonl", step)
-            self._outputs = [self._file, bar, *map(_Tracker, trackers)]
+            self._outputs = [MetricsFile(out / "metrics.jsonl", step), bar, *map(_Tracker, trackers)]
 
     def start_step(self) -> None:
         """The clock runs from here to `end_step`: evaluations and checkpoints do not count."""
@@ -88,15 +86,14 @@ class Metrics:
         self._report({"step": step, "eval_loss": loss})
 
     def event(self, step: int, event: str, reason: str) -> None:
-        """Leave a row that says what happened beside the numbers; the log has told the user already."""
-        if self._file is not None:
-            self._file.write({"step": step, "event": event, "reason": reason})
+        """Report what the numbers alone do not tell."""
+        self._report({"step": step, "event": event, "reason": reason})
 
     def go_back(self, step: int, tokens: int) -> None:
         """The run goes on from an earlier step: rows of later ones are dropped."""
         self._tokens, self._steps, self._seconds = tokens, 0, 0.0
-        if self._file is not None:
-            self._file.go_back(step)
+        if self._outputs:
+            self._outputs[0].go_back(step)
 
     def close(self) -> None:
         """Finish the bar, the file and the trackers."""
@@ -179,7 +176,9 @@ class ProgressBar:
         self._bar.start()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Show a row."""
+        """Show a row; of an event the log has told."""
+        if "event" in row:
+            return
         text = _in_words(row)
         if self._bar.disable:
             print(f"step {row['step']}/{self._steps}  {text}", flush=True)
@@ -204,8 +203,9 @@ class _Tracker:
         self._tracker = tracker
 
     def write(self, row: dict[str, Any]) -> None:
-        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
-        self._tracker.log(numbers, step=row["step"])
+        numbers = {key: value for key, value in row.items() if key != "step" and isinstance(value, int | float)}
+        if numbers:
+            self._tracker.log(numbers, step=row["step"])
 
     def close(self) -> None:
         self._tracker.finish()
