@@ -42,6 +42,8 @@ class Checkpoints:
         self._goes_on = recipe.checkpoint.on_error == "continue"
         timeout = timedelta(seconds=recipe.distributed.timeout_seconds)
         self._background = checkpoint.BackgroundSaver(timeout) if recipe.checkpoint.async_ else None
+        self._source: Path | None = None  # of the state that this run began with
+        self._begun_at = 0
         self._step, self._is_last = 0, False  # of the last save
         self._failure: str | None = None  # of the last save
 
@@ -51,8 +53,16 @@ class Checkpoints:
         Checkpoints of later steps are set aside: they belong to a run that this one does not continue.
         """
         extra = self._load(model, optimizer)
-        step = 0 if extra is None else extra["step"]
-        on_first_rank(lambda: self._set_aside_after(step))
+        self._begun_at = 0 if extra is None else extra["step"]
+        on_first_rank(lambda: self._set_aside_after(self._begun_at))
+        return extra
+
+    def roll_back(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Load the newest whole checkpoint of this run, or what it resumed from; None where there is neither."""
+        self.wait()
+        extra = self._newest_whole(model, optimizer, self._begun_at)
+        if extra is None and self._source is not None:
+            extra = self._resumed(self._source, model, optimizer)
         return extra
 
     def save(self, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any], is_last: bool) -> None:
@@ -112,7 +122,7 @@ class Checkpoints:
         if self._resume == "never":
             return None
         try:
-            return _resumed(Path(self._resume), model, optimizer)
+            return self._resumed(Path(self._resume), model, optimizer)
         except CheckpointError as problem:
             raise ConfigError(f"checkpoint.resume={self._resume} cannot be used: {problem}.") from None
 
@@ -121,10 +131,16 @@ class Checkpoints:
         found = (path for path in checkpoint.newest_first(self.directory) if _step(path) > after)
         while (source := on_first_rank(lambda: next(found, None))) is not None:
             try:
-                return _resumed(source, model, optimizer)
+                return self._resumed(source, model, optimizer)
             except CheckpointError as problem:
                 log.warning("%s; skipped", problem)
         return None
+
+    def _resumed(self, source: Path, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any]:
+        extra = checkpoint.load(source, model, optimizer)
+        self._source = source
+        log.info("resumed from %s", source)
+        return extra
 
     def _set_aside_after(self, step: int) -> None:
         for path in self._complete():
@@ -162,12 +178,6 @@ class Checkpoints:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _resumed(source: Path, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any]:
-    extra = checkpoint.load(source, model, optimizer)
-    log.info("resumed from %s", source)
-    return extra
 
 
 def _in_words(error: OSError) -> str:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,16 @@ class Metrics:
         """Report an evaluation."""
         self._report({"step": step, "eval_loss": loss})
 
+    def event(self, step: int, event: str, reason: str) -> None:
+        """Report what the numbers alone do not tell."""
+        self._report({"step": step, "event": event, "reason": reason})
+
+    def go_back(self, step: int, tokens: int) -> None:
+        """The run goes on from an earlier step: rows of later ones are dropped."""
+        self._tokens, self._steps, self._seconds = tokens, 0, 0.0
+        if self._outputs:
+            self._try(self._outputs[0], lambda: self._outputs[0].go_back(step))
+
     def close(self) -> None:
         """Finish the bar, the file and the trackers."""
         for output in self._outputs:
@@ -136,20 +146,34 @@ class MetricsFile:
     """One JSON object a line. Rows that a run which got further than ``step`` has left are dropped first."""
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = [line for line in _lines(path) if _step_of(line) <= step] if step else []
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(kept), encoding="utf-8")
-        os.replace(aside, path)
-        self.name = str(path)
-        self._file = path.open("a", encoding="utf-8")
+        self.name, self._path = str(path), path
+        self._file = _open_after(path, step)
+
+    def go_back(self, step: int) -> None:
+        """Drop the rows of steps after ``step``."""
+        self._file.close()
+        self._file = _open_after(self._path, step)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row; it is in the file when this returns. What it raises for is written with the next one."""
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps({key: _or_null(value) for key, value in row.items()}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _open_after(path: Path, step: int) -> TextIO:
+    kept = [line for line in _lines(path) if _step_of(line) <= step] if step else []
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)
+    return path.open("a", encoding="utf-8")
+
+
+def _or_null(value: object) -> object:
+    """JSON has neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(path: Path) -> list[str]:
@@ -174,7 +198,9 @@ class ProgressBar:
         self._bar.start()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Show a row."""
+        """Show a row; of an event the log has told."""
+        if "event" in row:
+            return
         text = _in_words(row)
         if self._bar.disable:
             print(f"step {row['step']}/{self._steps}  {text}", flush=True)
@@ -199,8 +225,9 @@ class _Tracker:
         self.name, self._tracker = f"the tracker {tracker.name}", tracker
 
     def write(self, row: dict[str, Any]) -> None:
-        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
-        self._tracker.log(numbers, step=row["step"])
+        numbers = {key: value for key, value in row.items() if key != "step" and isinstance(value, int | float)}
+        if numbers:
+            self._tracker.log(numbers, step=row["step"])
 
     def close(self) -> None:
         self._tracker.finish()
