@@ -51,6 +51,7 @@ class Checkpoints:
         extra = self._load(model, optimizer)
         step = 0 if extra is None else extra["step"]
         on_first_rank(lambda: self._set_aside_after(step))
+        on_first_rank(self._remove_unfinished)
         return extra
 
     def save(self, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> None:
@@ -130,14 +131,13 @@ class Checkpoints:
         kept = self._complete()[-self._keep :]
         oldest = _step(kept[0]) if kept else 0
         for path in self.directory.glob("step-*"):
-            old = STEP_DIRECTORY.fullmatch(path.name) and _step(path) < oldest
-            if old or path.name.endswith(UNFINISHED):
-                try:
-                    remove(path)
-                except BlockingIOError:
-                    log.info("%s is kept while it is read", path)
-                except OSError as error:
-                    log.warning("%s could not be removed: %s", path, error)
+            if STEP_DIRECTORY.fullmatch(path.name) and _step(path) < oldest:
+                _try_to_remove(path)
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        for path in self.directory.glob(f"step-*{UNFINISHED}"):
+            _try_to_remove(path)
 
     def _newest(self) -> Path | None:
         for path in reversed(self._complete()):
@@ -159,6 +159,15 @@ def _resumed(source: Path, model: ParallelModel, optimizer: Optimizer) -> dict[s
     extra = checkpoint.load(source, model, optimizer)
     log.info("resumed from %s", source)
     return extra
+
+
+def _try_to_remove(path: Path) -> None:
+    try:
+        remove(path)
+    except BlockingIOError:
+        log.info("%s is kept while it is read", path)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", path, error)
 
 
 def _in_words(error: OSError) -> str:
