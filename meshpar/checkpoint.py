@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -247,9 +248,14 @@ def _lasting(origin: str | None) -> str | None:
 
 def _write(directory: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None = None) -> None:
     aside = directory.with_name(directory.name + UNFINISHED)
-    on_first_rank(lambda: make_empty(aside), group)
-    files = write_pieces(aside, snapshot.pieces, group)
-    on_first_rank(lambda: publish(aside, directory, snapshot.manifest, snapshot.texts, files), group)
+    try:
+        on_first_rank(lambda: make_empty(aside), group)
+        files = write_pieces(aside, snapshot.pieces, group)
+        on_first_rank(lambda: publish(aside, directory, snapshot.manifest, snapshot.texts, files), group)
+    except OSError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # it may be what fills the disk
+        raise
 
 
 # How it is loaded

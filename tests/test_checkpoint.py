@@ -187,6 +187,7 @@ def test_a_save_that_one_rank_cannot_write_is_reported_on_every_rank(pool, saved
     shutil.copytree(saved, tmp_path / "step-3")
     cause = f"could not write {tmp_path / 'step-3.tmp'}: OSError on rank 1: [Errno 27] File too large"
     assert pool.run(2, jobs.failing_saves, DP2, str(tmp_path / "step-3")) == [[cause] * 2] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
     assert_whole(tmp_path / "step-3")
 
 

@@ -34,6 +34,7 @@ def test_resume_passes_over_damaged_checkpoints_and_says_so(pool, no_dropout, wh
     shutil.copytree(whole, run)
     for step in (4, 6):
         damage(run / "checkpoints" / f"step-{step}" / "__1_0.distcp")
+    (run / "checkpoints" / "step-3.tmp").mkdir()
     warnings = train(pool, recipe(no_dropout, run, DP2, checkpoint__every=2))
     for step, warning in zip((6, 4), warnings[0], strict=False):
         assert f"step-{step}" in warning
@@ -41,7 +42,7 @@ def test_resume_passes_over_damaged_checkpoints_and_says_so(pool, no_dropout, wh
         assert warning.endswith("; skipped")
     assert warnings[1] == []
     assert numbers(run) == numbers(whole)
-    assert {"step-4", "step-6"} <= set(checkpoints(run))
+    assert {name for name in checkpoints(run) if "superseded" not in name} == {"step-4", "step-6"}
     assert_whole(run / "checkpoints" / "step-4")
 
 
@@ -86,7 +87,7 @@ def test_a_failed_save_stops_training_or_not_and_names_what_is_left(
     else:
         assert steps in ([1, 2, 3], [1, 2, 3, 4] if background else [])
         kept = [] if fault == "vanished" else ["step-1", "step-2"]
-        assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step-?"))] == kept
+        assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*")) == kept
     for path in (tmp_path / "checkpoints").glob("step-?"):
         assert_whole(path)
 

@@ -55,6 +55,7 @@ class Checkpoints:
         extra = self._load(model, optimizer)
         self._begun_at = 0 if extra is None else extra["step"]
         on_first_rank(lambda: self._set_aside_after(self._begun_at))
+        on_first_rank(self._remove_unfinished)
         return extra
 
     def roll_back(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -155,14 +156,13 @@ class Checkpoints:
         kept = self._complete()[-self._keep :]
         oldest = _step(kept[0]) if kept else 0
         for path in self.directory.glob("step-*"):
-            old = STEP_DIRECTORY.fullmatch(path.name) and _step(path) < oldest
-            if old or path.name.endswith(UNFINISHED):
-                try:
-                    remove(path)
-                except BlockingIOError:
-                    log.info("%s is kept while it is read", path)
-                except OSError as error:
-                    log.warning("%s could not be removed: %s", path, error)
+            if STEP_DIRECTORY.fullmatch(path.name) and _step(path) < oldest:
+                _try_to_remove(path)
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        for path in self.directory.glob(f"step-*{UNFINISHED}"):
+            _try_to_remove(path)
 
     def _newest(self) -> Path | None:
         for path in reversed(self._complete()):
@@ -178,6 +178,15 @@ class Checkpoints:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
+
+
+def _try_to_remove(path: Path) -> None:
+    try:
+        remove(path)
+    except BlockingIOError:
+        log.info("%s is kept while it is read", path)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", path, error)
 
 
 def _in_words(error: OSError) -> str:
