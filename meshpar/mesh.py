@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,11 +43,24 @@ def init_distributed(
         timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, **_store_of_this_start(timeout))
         else:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return device
+
+
+def _store_of_this_start(timeout: timedelta) -> dict[str, Any]:
+    """Where torchrun keeps the store, a part of it for each start of the workers.
+
+    torch 2.13 uses one store for all of them, and gloo then finds the addresses of processes that are gone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    start = dist.PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return {"store": start, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
 
 
 def world_timeout() -> timedelta:
