@@ -99,7 +99,7 @@ def newest_first(checkpoints_dir: str | Path) -> Iterator[Path]:
                 yield path
 
 
-def export(checkpoint_dir: str | Path, out_dir: str | Path, max_shard_size: int | str = "1GB") -> None:
+def export(checkpoint_dir: str | Path, out_dir: str | Path, max_shard_size: int | str = "500MB") -> None:
     """Write a checkpoint's weights as a Hugging Face directory; one process, no process group, one tensor at a time.
 
     It holds one file of ``max_shard_size`` and two tensors at most.
