@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from .checkpoint_files import UNFINISHED, CheckpointError, check_contents, make_empty, publish, read_manifest, reading
 from .config import MESH_SIZES
@@ -31,6 +31,7 @@ from .mesh import DEFAULT_TIMEOUT, on_every_rank, on_first_rank
 from .model import ParallelModel
 from .optimizer_state import NamedOptimizer
 from .pieces import Piece, StoredTensors, parameter_piece, read_pieces, whole_piece, write_pieces
+from .pretrained import read_config
 from .rng import rng_state, seed_rank, set_rng_state
 from .weights_convert import original_layout, pin_layout
 from .weights_files import listed, resolve_directory
@@ -117,7 +118,7 @@ def _export(checkpoint_dir: Path, manifest: dict[str, Any], out_dir: Path, max_s
     stored, dtype = StoredTensors(checkpoint_dir), getattr(torch, manifest["dtype"])
     entries = [(name, shape, dtype) for name, shape in manifest["parameters"].items()]
     entries += [(name, shape, getattr(torch, kind)) for name, (shape, kind) in manifest.get("buffers", {}).items()]
-    config = AutoConfig.from_pretrained(checkpoint_dir)
+    config = read_config(checkpoint_dir)
     skeleton = skeleton_from_config(config)
     pin_layout(skeleton)
     has_generation = (checkpoint_dir / "generation_config.json").is_file()

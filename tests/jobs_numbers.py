@@ -30,14 +30,15 @@ class Fault:
     once: bool = False  # not when the step is run again
 
 
-class _InfiniteGradient(torch.autograd.Function):
+class _OtherGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, value):
+        ctx.value = value
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * torch.inf
+        return torch.full_like(grad, ctx.value), None
 
 
 def _nan(module: nn.Module, out: Tensor) -> Tensor:
@@ -45,11 +46,15 @@ def _nan(module: nn.Module, out: Tensor) -> Tensor:
 
 
 def _backward(module: nn.Module, out: Tensor) -> Tensor:
-    return _InfiniteGradient.apply(out)
+    return _OtherGradient.apply(out, torch.inf)
 
 
 def _backward_of_weight(module: nn.Module, out: Tensor) -> Tensor:
-    return out + 0 * _InfiniteGradient.apply(module.weight).sum()
+    return out + 0 * _OtherGradient.apply(module.weight, torch.nan).sum()
+
+
+def _huge_backward_of_weight(module: nn.Module, out: Tensor) -> Tensor:
+    return out + 0 * _OtherGradient.apply(module.weight, 2e38).sum()
 
 
 def _spike(module: nn.Module, out: Tensor) -> Tensor:
@@ -64,6 +69,7 @@ _IN_MODULE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "nan": _nan,
     "backward": _backward,
     "backward of weight": _backward_of_weight,
+    "huge backward of weight": _huge_backward_of_weight,
     "spike": _spike,
     "nan before": _nan,
     "huge before": _huge,

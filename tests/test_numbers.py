@@ -100,6 +100,13 @@ def test_what_is_not_seen_again_is_no_fault_of_a_module(pool, workspace, tmp_pat
     assert "at step 3: not seen again when the step was run again: suspect the hardware" in rows(tmp_path)[3]["reason"]
 
 
+def test_gradients_that_are_finite_on_each_rank_but_not_in_their_sum(pool, workspace, tmp_path):
+    raw = guarded(workspace, tmp_path, DP2, {})
+    told = run(pool, raw, Fault("huge backward of weight", "model.norm", microbatch=1))
+    seen = "rank 0 (pp=0, dp=0, tp=0), in model.norm.weight (summed over ranks)"
+    assert told["error"] == f"gradient norm is inf at step 3: first seen on {seen}"
+
+
 @pytest.mark.parametrize(
     ("guard", "ends", "steps"),
     [

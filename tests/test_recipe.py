@@ -146,7 +146,7 @@ def test_expert_parallelism_is_refused_by_name(recipe_file):
         ("model.dtype=float16", 'model.dtype="float16" must be one of float32 or bfloat16.'),
         ("optim.warmup_steps=101", "optim.warmup_steps=101 is more than train.steps=100."),
         ("train.stop_at=101", "train.stop_at=101 is more than train.steps=100."),
-        ("guard.spike_factor=1", "guard.spike_factor=1 must be more than 1."),
+        ("guard.spike_factor=1", "guard.spike_factor=1 must be more than 1.0."),
         ("output_dir.x=1", "output_dir.x=1 does not fit: output_dir is a value, not a section."),
         ("steps", "steps is not of the form key.path=value."),
     ],

@@ -17,6 +17,7 @@ from .. import checkpoint
 from ..checkpoint import STEP_DIRECTORY
 from ..checkpoint_files import MANIFEST, UNFINISHED, CheckpointError, read_manifest, remove
 from ..config import ConfigError
+from ..failure import AllRanksFailed
 from ..mesh import on_first_rank
 from ..model import ParallelModel
 from ..recipe import Recipe
@@ -24,6 +25,10 @@ from ..recipe import Recipe
 log = logging.getLogger("meshpar")
 
 SUPERSEDED = ".superseded"
+
+
+class SaveFailed(AllRanksFailed, OSError):
+    """A checkpoint could not be written; every rank raises it with the same message."""
 
 
 class Checkpoints:
@@ -69,7 +74,7 @@ class Checkpoints:
     def save(self, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any], is_last: bool) -> None:
         """Save after step ``extra["step"]``, ``is_last`` of this run, in the background where the recipe has it so.
 
-        Raises OSError on every rank where it fails and the recipe has training stop.
+        Raises SaveFailed on every rank where it fails and the recipe has training stop.
         """
         self.wait()
         self._step, self._is_last = extra["step"], is_last
@@ -90,10 +95,10 @@ class Checkpoints:
             self._complete_save(self._background.wait)
 
     def finish(self) -> None:
-        """Raises OSError on every rank when the last save failed."""
+        """Raises SaveFailed on every rank when the last save failed."""
         self.wait()
         if self._failure is not None:
-            raise OSError(self._failure)
+            raise SaveFailed(self._failure)
 
     def _complete_save(self, write: Callable[[], None]) -> None:
         try:
@@ -110,7 +115,7 @@ class Checkpoints:
         then = "it was the last" if self._is_last else "training goes on" if self._goes_on else "training stops"
         self._failure = f"step {self._step} could not be saved; {then}; {kept}; the cause is {_in_words(error)}"
         if not self._is_last and not self._goes_on:
-            raise OSError(self._failure) from error
+            raise SaveFailed(self._failure) from error
         log.warning("%s", self._failure)
 
     def _load(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any] | None:

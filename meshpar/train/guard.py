@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..failure import AllRanksFailed
 from ..nonfinite import Culprit
 from ..recipe import Guard
 
@@ -24,7 +25,7 @@ _NOT_AGAIN = "not seen again when the step was run again: suspect the hardware, 
 _GOOD, _SPIKE, _NONFINITE = range(3)
 
 
-class StepFailed(RuntimeError):
+class StepFailed(AllRanksFailed, RuntimeError):
     """Training stops at a step whose numbers are wrong; every rank raises it with the same message."""
 
 
