@@ -6,13 +6,17 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from . import failure, progress
 from .config import ConfigError, ParallelConfig
-from .failure import BAD_USAGE, FAILED, exit_status, one_message, print_error
+from .failure import BAD_USAGE, FAILED, exit_status, one_message, place, print_error
 from .recipe import Recipe, find_recipe, load_recipe, shipped_recipes
 
 if TYPE_CHECKING:
@@ -35,9 +39,15 @@ def train(args: argparse.Namespace) -> int:
     """Train from a recipe: as a worker under torchrun, else by starting the workers."""
 
     def run(recipe: Recipe) -> int:
+        from . import watch
+        from .mesh import init_distributed
         from .train.loop import run as run_training
 
+        timeout = recipe.distributed.timeout_seconds
+        init_distributed(timeout=timeout)
+        watcher = watch.begin(recipe.parallel_config(int(os.environ["WORLD_SIZE"])), timeout)
         run_training(recipe)
+        watcher.close()
         return 0
 
     return _work(args, run) if _is_worker() else _start_workers(args)
@@ -128,14 +138,35 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         # One thread a process, as torchrun would set with a warning; processes share the cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     _quiet_torchrun()
-    options = ["--standalone", f"--nproc-per-node={processes}", "-m", "meshpar", *arguments]
+    options = ["--standalone", f"--nproc-per-node={processes}", "--signals-to-handle=SIGHUP,SIGQUIT"]
     try:
-        torchrun.run(torchrun.parse_args(options))
+        with _signals_passed_on():
+            torchrun.run(torchrun.parse_args([*options, "-m", "meshpar", *arguments]))
     except ChildFailedError as error:
         return _status_of_workers(error)
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+@contextmanager
+def _signals_passed_on() -> Iterator[None]:
+    """SIGINT and SIGTERM are for the workers, which save and end; torchrun would kill them after half a minute."""
+    import psutil
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        workers = psutil.Process().children()
+        if not workers:
+            raise SystemExit(128 + number)
+        for worker in workers:
+            worker.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _is_worker() -> bool:
@@ -156,17 +187,10 @@ def _work(args: argparse.Namespace, run: Callable[[Recipe], int]) -> int:
     with one_message(rank):
         recipe = load_recipe(args.recipe, args.overrides)
         recipe.check(world_size)
-    place = _place(rank, recipe.parallel_config(world_size))
-    with one_message(rank, place, recipe.output_dir):
+    with one_message(rank, place(rank, recipe.parallel_config(world_size)), recipe.output_dir):
         # On an error the schedule logs itself in full on every rank; the traceback file has what matters of it.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         return run(recipe)
-
-
-def _place(rank: int, config: ParallelConfig) -> str:
-    # tp is the innermost dimension of the mesh, pp the outermost.
-    dp_rank, tp_rank = divmod(rank % (config.dp * config.tp), config.tp)
-    return f"pp={rank // (config.dp * config.tp)}, dp={dp_rank}, tp={tp_rank}"
 
 
 def _check_devices(processes: int, gpus: int | None) -> None:
@@ -191,10 +215,19 @@ def _status_of_workers(error: ChildFailedError) -> int:
     # Failures come in the order they were seen; after the first, torchrun ends the others with SIGTERM.
     failures = {rank: f for rank, f in error.failures.items() if f.exitcode != -signal.SIGTERM} or error.failures
     rank, first = next(iter(failures.items()))
+    attempt = Path(first.error_file).parent.parent
+    status = failure.reported(attempt)
+    if status is not None:
+        return status
+    if first.exitcode in (-signal.SIGINT, -signal.SIGTERM):
+        print(f"meshpar: {first.signal_name()} ended the run before it began", file=sys.stderr)
+        return 128 - first.exitcode
     if first.exitcode not in (FAILED, BAD_USAGE):
         how = f"was ended by {first.signal_name()}" if first.exitcode < 0 else f"exited with status {first.exitcode}"
         reason = "; the machine may have run out of memory" if first.exitcode == -signal.SIGKILL else ""
-        print(f"meshpar: error on rank {rank}: the process {how}{reason}", file=sys.stderr)
+        where = progress.position_of(first.local_rank, attempt)
+        about = failure.subject(rank, "", socket.gethostname(), str(where or ""))
+        print(f"meshpar: {about}: the process {how}{reason}", file=sys.stderr)
     return BAD_USAGE if first.exitcode == BAD_USAGE else FAILED
 
 

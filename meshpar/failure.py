@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn, Protocol
 
-from .config import ConfigError
+from . import progress
+from .config import ConfigError, ParallelConfig
 
 FAILED, BAD_USAGE = 1, 2
 
@@ -20,7 +24,27 @@ FAILED, BAD_USAGE = 1, 2
 # ends the others meanwhile.
 PEER_GRACE_SECONDS = 3.0
 
+_REPORTED = "reported"
+_ending = threading.Lock()
+
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket", re.IGNORECASE)
+
+
+class AllRanksFailed(Exception):
+    """Raised by every rank alike: its message says what to blame, and no rank is named for raising it."""
+
+
+class Peers(Protocol):
+    """The other ranks, once this one is in touch with them."""
+
+    def tell(self, message: str, status: int) -> None:
+        """Let them end with this rank's message."""
+
+    def find_cause(self, own: str) -> tuple[str, int]:
+        """Message and status that a rank which lost a peer ends with; ``own``: what it would say by itself."""
+
+
+peers: Peers | None = None
 
 
 @contextmanager
@@ -46,6 +70,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         lines = str(error).splitlines()
         return lines[0] if len(lines) == 1 else "\n  ".join(["the recipe cannot run:", *lines])
+    if isinstance(error, AllRanksFailed):
+        return str(error)
     # torch appends its C++ stack to the message.
     text = re.split(r"\nException raised from ", str(error))[0].strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -63,20 +89,54 @@ def print_error(error: BaseException, subject: str = "") -> None:
     print(f"meshpar: {subject}{describe(error)}", file=sys.stderr, flush=True)
 
 
-def _end_process(error: Exception, rank: int, place: str, output_dir: str | os.PathLike[str] | None) -> None:
-    cause = _without_wrappers(error)
-    if output_dir is not None and not isinstance(cause, ConfigError):
-        _save_traceback(error, Path(output_dir) / "errors" / f"rank-{rank}.txt")
-    if _lost_peer(error):
-        time.sleep(PEER_GRACE_SECONDS)
-    if _first_to_report():
-        subject = "" if isinstance(cause, ConfigError) else f"error on rank {rank}{f' ({place})' if place else ''}: "
-        print_error(cause, subject)
-        _tell_torchrun(f"meshpar: {subject}{describe(cause)}")
+def place(rank: int, config: ParallelConfig) -> str:
+    """A rank's coordinates: tp is the innermost dimension of the mesh, pp the outermost."""
+    dp_rank, tp_rank = divmod(rank % (config.dp * config.tp), config.tp)
+    return f"pp={rank // (config.dp * config.tp)}, dp={dp_rank}, tp={tp_rank}"
+
+
+def subject(rank: int, place: str, host: str, where: str) -> str:
+    """ "error on rank 3 (pp=1, dp=0, tp=1, host NAME) at step 2 in forward"."""
+    known = ", ".join(part for part in (place, f"host {host}" if host else "") if part)
+    return f"error on rank {rank}{f' ({known})' if known else ''}{f' {where}' if where else ''}"
+
+
+def report(message: str, status: int) -> NoReturn:
+    """End all ranks with this one's message."""
+    end_process(message, status, tell=True)
+
+
+def end_process(message: str, status: int, tell: bool = False) -> NoReturn:
+    """Print ``message``, unless another rank of this machine has said why, and end at once; ``tell`` the others."""
+    _ending.acquire()  # for good: of two threads that end the process, one finishes what it says
+    if message and _first_to_report(status):
+        print(f"meshpar: {message}", file=sys.stderr, flush=True)
+        _tell_torchrun(f"meshpar: {message}")
+    if tell and peers is not None:
+        peers.tell(message, status)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: threads and process groups that wait for a peer would keep this process, and so all of them, alive.
-    os._exit(exit_status(cause))
+    os._exit(status)
+
+
+def _end_process(error: Exception, rank: int, place: str, output_dir: str | os.PathLike[str] | None) -> NoReturn:
+    cause = _without_wrappers(error)
+    if output_dir is not None and not isinstance(cause, ConfigError):
+        _save_traceback(error, Path(output_dir) / "errors" / f"rank-{rank}.txt")
+    if os.environ.get("MESHPAR_DEBUG") == "1":
+        traceback.print_exception(cause)
+    about = f"{subject(rank, place, socket.gethostname(), str(progress.HERE.position()))}: "
+    if isinstance(cause, ConfigError | AllRanksFailed):
+        report(describe(cause), exit_status(cause))
+    collective = _lost_peer(error)
+    if collective is None:
+        report(about + describe(cause), exit_status(cause))
+    own = f"{about}a peer was lost in {collective}: {describe(cause)}"
+    if peers is not None:
+        end_process(*peers.find_cause(own))
+    time.sleep(PEER_GRACE_SECONDS)
+    report(own, FAILED)
 
 
 def _without_wrappers(error: BaseException) -> BaseException:
@@ -91,13 +151,23 @@ def _raised_in(error: BaseException) -> str:
     return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
 
 
-def _lost_peer(error: BaseException | None) -> bool:
+def _lost_peer(error: BaseException | None) -> str | None:
+    """The collective in which a peer was lost, where that is what happened."""
     while error is not None:
         distributed = type(error).__module__ == "torch.distributed"
         if distributed or (isinstance(error, RuntimeError | OSError) and _LOST_PEER.search(str(error))):
-            return True
+            return _innermost_collective(error)
         error = error.__cause__ or error.__context__
-    return False
+    return None
+
+
+def _innermost_collective(error: BaseException) -> str:
+    name = "a collective"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("torch.distributed") and not module.endswith("c10d_logger"):
+            name = frame.f_code.co_name
+    return name
 
 
 def _save_traceback(error: Exception, path: Path) -> None:
@@ -109,19 +179,24 @@ def _save_traceback(error: Exception, path: Path) -> None:
         print(f"meshpar: could not write {path}: {failure}", file=sys.stderr)
 
 
-def _torchrun_error_file() -> Path | None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(path) if path and path != os.devnull else None
-
-
-def _first_to_report() -> bool:
-    """Whether no other rank of this machine has reported: the first one to create a file in torchrun's directory."""
-    error_file = _torchrun_error_file()
-    if error_file is None:
-        return True
-    # torchrun makes <run>/attempt_N/<local rank>/error.json anew for every start of the workers.
+def reported(attempt: Path | None = None) -> int | None:
+    """The exit status that a rank of this machine has reported for this attempt, or the one in ``attempt``."""
+    directory = attempt or progress.attempt_directory()
     try:
-        (error_file.parent.parent / "reported").open("x").close()
+        text = (directory / _REPORTED).read_text(encoding="utf-8") if directory is not None else ""
+    except OSError:
+        return None
+    return int(text) if text else None
+
+
+def _first_to_report(status: int) -> bool:
+    """Whether no other rank of this machine has reported: the first one to create a file in torchrun's directory."""
+    directory = progress.attempt_directory()  # made anew for every start of the workers
+    if directory is None:
+        return True
+    try:
+        with (directory / _REPORTED).open("x", encoding="utf-8") as file:
+            file.write(str(status))
     except FileExistsError:
         return False
     except OSError:
@@ -131,7 +206,7 @@ def _first_to_report() -> bool:
 
 def _tell_torchrun(message: str) -> None:
     """Give torchrun the message for its own summary, in the form it reads."""
-    error_file = _torchrun_error_file()
-    if error_file is not None:
+    if progress.attempt_directory() is not None:
+        error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         error_file.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

@@ -7,12 +7,12 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .config import ParallelConfig
 
@@ -43,11 +43,32 @@ def init_distributed(
         timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, **_store_of_this_start(timeout))
         else:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return device
+
+
+def _store_of_this_start(timeout: timedelta) -> dict[str, Any]:
+    """Where torchrun keeps the store, a part of it for each start of the workers.
+
+    torch 2.13 uses one store for all of them, and gloo then finds the addresses of processes that are gone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    start = dist.PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return {"store": start, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+
+
+def world_timeout() -> timedelta:
+    """How long a collective of all ranks waits for a peer."""
+    if dist.get_backend() == "fake":  # nobody waits
+        return DEFAULT_TIMEOUT
+    world = dist.group.WORLD
+    return world._get_backend(world._device_types[0]).options._timeout
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -69,6 +90,26 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     value, failure = answer
     if failure is not None:
         raise failure
+    return value
+
+
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on each rank of ``group`` and return its value; all raise what the first rank to fail raised.
+
+    For what may fail on one rank alone: the others do not go on to wait for it.
+    """
+    if dist.get_backend() == "fake":
+        return action()
+    own: Exception | None = None
+    try:
+        value = action()
+    except Exception as error:
+        own = error
+    failures: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, None if own is None else _portable(own), group=group)
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise own if own is not None and rank == dist.get_rank(group) else failure
     return value
 
 
@@ -131,15 +172,25 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
         sizes = (config.pp, config.dp_replicate, config.dp_shard, config.tp)
         names = ("pp", "dp_replicate", "dp_shard", "tp")
     where = "cpu" if device.type == "meta" else device.type  # meta is no place for a process group
-    device_mesh = init_device_mesh(where, sizes, mesh_dim_names=names)
+    ranks = torch.arange(dist.get_world_size()).view(sizes)
+    groups = [_groups_along(ranks, i, names[i]) for i in range(ranks.ndim)]
+    device_mesh = DeviceMesh.from_group(groups, where, mesh=ranks, mesh_dim_names=names)
     return adopt_mesh(device_mesh, device)
+
+
+def _groups_along(ranks: Tensor, dim: int, name: str) -> dist.ProcessGroup:
+    """This rank's group along a dimension. torch's `init_device_mesh` would have it wait half an hour for a peer."""
+    rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(rows, timeout=world_timeout(), group_desc=f"mesh_{name}")
+    return group
 
 
 def adopt_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
     """Wrap a caller's mesh, whose dimensions must be pp, dp (or dp_replicate, dp_shard) and tp, in that order."""
     _check_dims(device_mesh)
     if "dp_replicate" in device_mesh.mesh_dim_names:
-        device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        flat = device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        flat.get_group().set_timeout(world_timeout())
     _check_ranks(device_mesh.mesh)
     return Mesh(device_mesh, device)
 

@@ -19,6 +19,7 @@ from .config import ParallelConfig, torch_dtype
 from .flow import Flow
 from .fsdp import hold_gradients, reduce_gradients, reshard, reshard_layers, reshards
 from .mesh import Mesh
+from .progress import mark
 from .split import Runner, Stage, stage_ranks
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -54,11 +55,27 @@ class StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Computes a checkpointed layer again once for all of its weights, which a zero-bubble schedule takes in turn."""
+    """Marks what it does: between its chunks a schedule sends and receives.
+
+    Computes a checkpointed layer again once for all of its weights, which a zero-bubble schedule takes in turn.
+    """
+
+    def forward_one_chunk(self, *args, **kwargs):
+        mark("forward")
+        output = super().forward_one_chunk(*args, **kwargs)
+        mark("p2p")
+        return output
+
+    def backward_one_chunk(self, *args, **kwargs) -> None:
+        mark("backward")
+        super().backward_one_chunk(*args, **kwargs)
+        mark("p2p")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        mark("backward")
         with GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        mark("p2p")
 
 
 @dataclass
@@ -89,6 +106,7 @@ class Pipeline:
         hold_gradients(self.runner)
         reshard_layers(self.runner.own_layers(), self.reshards)
         total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
+        mark("backward")
         reduce_gradients(self.runner)
         return total
 
@@ -137,7 +155,9 @@ class Pipeline:
                 if self.reshards:
                     reshard_layers(layers, True)
                 self.runner.set_requires_all_reduce(last)  # between replicas
+            mark("forward")
             loss = self._forward(piece)
+            mark("backward")
             loss.backward()
             total += loss.detach().sum()
         if not scatter:
@@ -150,6 +170,7 @@ class Pipeline:
         args = (batch.input_ids,) if any(s.range.is_first for s in self.runner.stages) else ()
         kwargs = {"targets": batch.targets, **batch.model_inputs()}
         target = {"target": batch.targets, "losses": losses} if any(s.range.is_last for s in self.runner.stages) else {}
+        mark("p2p")
         schedule.step(*args, **kwargs, **target, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero()
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -138,7 +139,9 @@ def test_error_on_one_rank_ends_all_with_that_error_alone(tmp_path):
     done, messages = torchrun(tmp_path, "alone")
     ended = time.time()
     assert done.returncode == 1
-    assert messages == ["meshpar: error on rank 1 (pp=1, dp=0, tp=0): KeyError: 'rank 1 alone'"]
+    assert messages == [
+        f"meshpar: error on rank 1 (pp=1, dp=0, tp=0, host {socket.gethostname()}): KeyError: 'rank 1 alone'"
+    ]
     assert "onnection" not in done.stderr, "rank 0 must not report that it lost its peer"
     traceback = tmp_path / "run" / "errors" / "rank-1.txt"
     assert "KeyError: 'rank 1 alone'" in traceback.read_text()
