@@ -94,7 +94,8 @@ import meshpar.checkpoint
 from meshpar.cli import main
 
 def save(*args):
-    print("saving", flush=True)
+    sys.stdout.write("saving\\n")  # at once: two ranks write
+    sys.stdout.flush()
     time.sleep(1000)
 
 meshpar.checkpoint.save = save
@@ -109,8 +110,8 @@ def test_second_signal_ends_at_once(workspace, tmp_path):
     run.wait_until(lambda: len(run.steps()) >= 3)
     workers = run.workers()
     workers[0].terminate()
-    while run.process.stdout.readline() != "saving\n":
-        pass
+    while "saving" not in (line := run.process.stdout.readline()):
+        assert line, run.end()
     time.sleep(1.5)
     started = time.monotonic()
     workers[0].terminate()
