@@ -70,7 +70,7 @@ def show(args: argparse.Namespace) -> int:
     config = ParallelConfig(**{name: getattr(args, name) for name in names})
     from .plan import show as show_plan
 
-    print(show_plan(args.model, config))
+    print(show_plan(args.model, config, args.trust_remote_code))
     return 0
 
 
@@ -262,6 +262,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{option}", type=int, default=default, metavar="N", help=f"default {default}")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--schedule", default="1F1B", metavar="NAME")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--stage-layers", type=int, nargs="+", metavar="N", help="decoder layers of each stage")
 
 

@@ -190,6 +190,12 @@ def num_layers(text: Any) -> int | None:
     return next((count for count in counts if isinstance(count, int)), None)
 
 
+def divisors(number: int) -> set[int]:
+    """What divides ``number``."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return {*small, *(number // d for d in small)}
+
+
 def nearest(wanted: int, working: Iterable[int]) -> str:
     """The working values closest to the wanted one, below and above: "3", "2 or 4"."""
     values = sorted(working)

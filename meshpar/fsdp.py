@@ -21,12 +21,13 @@ from .mesh import Mesh
 from .styles import ParamSpec
 
 
-def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: ParallelConfig) -> None:
-    """Wrap each decoder layer, then ``root`` (embedding, last norm and head are one group, so they may be tied).
+def apply_fsdp(root: nn.Module, layers: list[nn.Module], head: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
+    """Wrap each decoder layer and the head, then ``root``, whose group is the embedding and the last norm.
 
-    A layer that shares a parameter with anything outside it stays in the root's group: FSDP has one group a parameter.
-    Gradients are summed, not averaged: the loss already is a sum over the token count of the whole step. Under pp the
-    weights stay gathered for the step unless the config says otherwise, or every microbatch would gather them again.
+    What shares a parameter with anything outside it, as a tied head, stays in the root's group: FSDP has one group a
+    parameter. The head's weights stay gathered for its backward, which comes first. Gradients are summed, not averaged:
+    the loss already is a sum over the token count of the whole step. Under pp the weights stay gathered for the step
+    unless the config says otherwise, or every microbatch would gather them again.
     """
     if mesh.fsdp.size() > 1:
         _refuse_own_backward(layers)
@@ -34,8 +35,9 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], mesh: Mesh, config: Par
         param_dtype=torch_dtype(config.compute_dtype), reduce_dtype=torch_dtype(config.reduce_dtype)
     )
     reshard = reshards(layers, config)
-    for module in (*_apart(root, layers), root):
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module is not root)
+    for module in (*_apart(root, [*layers, head]), root):
+        is_layer = module is not root and module is not head
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and is_layer)
     for module in _fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -61,15 +63,15 @@ def _refuse_own_backward(layers: list[nn.Module]) -> None:
         )
 
 
-def _apart(root: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """The layers that share no parameter with another layer or with what is around them."""
+def _apart(root: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+    """Those of ``modules`` that have parameters and share none with each other or with what is around them."""
     uses = Counter(id(p) for _, p in root.named_parameters(remove_duplicate=False))
 
-    def is_apart(layer: nn.Module) -> bool:
-        inside = Counter(id(p) for _, p in layer.named_parameters(remove_duplicate=False))
-        return all(uses[p] == count for p, count in inside.items())
+    def is_apart(module: nn.Module) -> bool:
+        inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        return bool(inside) and all(uses[p] == count for p, count in inside.items())
 
-    return [layer for layer in layers if is_apart(layer)]
+    return [module for module in modules if is_apart(module)]
 
 
 def placements(mesh: Mesh, spec: ParamSpec) -> tuple[Placement, ...]:
@@ -126,12 +128,12 @@ def _fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in root.modules() if isinstance(m, FSDPModule))
 
 
-def reshard_layers(root: FSDPModule, reshard: bool) -> None:
+def reshard_layers(layers: list[nn.Module], reshard: bool) -> None:
     """Whether layers' weights are whole only while they are used; on one rank, FSDP's copies of them."""
-    for module in _fsdp_modules(root):
-        if module is not root:
-            module.set_reshard_after_forward(reshard, recurse=False)
-            module.set_reshard_after_backward(reshard, recurse=False)
+    for layer in layers:
+        if isinstance(layer, FSDPModule):
+            layer.set_reshard_after_forward(reshard)
+            layer.set_reshard_after_backward(reshard)
 
 
 def hold_gradients(root: FSDPModule) -> None:

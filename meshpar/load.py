@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .layout import Stored
 from .mesh import Mesh
+from .pretrained import read_config, using
 from .skeleton import without_parameters
 from .styles import ParamSpec
 from .weights_convert import ConvertedSource
@@ -40,11 +41,14 @@ class OpenedModel:
 
 
 def open_model(
-    model: str | Path | PreTrainedConfig | PreTrainedModel, seed: int = 0, widen: bool = False
+    model: str | Path | PreTrainedConfig | PreTrainedModel,
+    seed: int = 0,
+    widen: bool = False,
+    trust_remote_code: bool = False,
 ) -> OpenedModel:
     """Open a directory or hub id, a config (random weights), or a built model (its weights, or random on meta).
 
-    ``widen``: narrow floats of files come in float32.
+    ``widen``: narrow floats of files come in float32. ``trust_remote_code``: run Python code that the directory holds.
     """
     if isinstance(model, PreTrainedModel):
         skeleton = meta_copy(model)
@@ -52,18 +56,28 @@ def open_model(
         source = RandomSource(skeleton, seed) if on_meta else StateDictSource(model)
         return OpenedModel(skeleton, source, getattr(model, "name_or_path", None) or None)
     if isinstance(model, PreTrainedConfig):
-        skeleton = skeleton_from_config(model)
+        skeleton = skeleton_from_config(model, trust_remote_code)
         return OpenedModel(skeleton, RandomSource(skeleton, seed), None)
     if not isinstance(model, (str, Path)):
         raise TypeError(f"model is a {type(model).__name__}; pass a path, a hub id, a config or a PreTrainedModel")
     files = SafetensorsSource(model, widen)
-    skeleton = skeleton_from_config(AutoConfig.from_pretrained(files.directory))
+    skeleton = skeleton_from_config(read_config(files.directory, trust_remote_code), trust_remote_code)
     return OpenedModel(skeleton, ConvertedSource(files, skeleton), str(model))
 
 
-def skeleton_from_config(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of ``config`` with parameters on the meta device and buffers, which no file holds, computed."""
-    model = without_parameters(lambda: AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32))
+def skeleton_from_config(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of ``config`` with parameters on the meta device and buffers, which no file holds, computed.
+
+    Raises ValueError when transformers has no such causal language model, or cannot build it.
+    """
+
+    def build() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+
+    with using("model", config.name_or_path or f"a {type(config).__name__}", trust_remote_code):
+        model = without_parameters(build)
     model.tie_weights()
     return model
 
@@ -98,12 +112,21 @@ class Reader:
         dim, name = spec.layout.dim or 0, self.names[name]
         lead = () if dim == 0 else (slice(*rows), *(slice(None),) * (dim - 1))
         parts = [
-            _zero_padded(self.source.read(name, (*lead, slice(s.origin, s.origin + s.real - s.start))), dim, s)
+            _zero_padded(self._read(name, (*lead, slice(s.origin, s.origin + s.real - s.start))), dim, s)
             for s in spec.layout.stored(self.tp_rank, rows)
         ]
         if not parts:  # FSDP left this rank no rows
-            return self.source.read(name, (slice(0, 0),)).new_zeros((0, *spec.local_shape[1:]))
+            return self._read(name, (slice(0, 0),)).new_zeros((0, *spec.local_shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        part = self.source.read(name, index)
+        if not part.is_floating_point():
+            kind = str(part.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{name} is stored as {kind}, and weights are floating-point numbers; quantised are not read"
+            )
+        return part
 
     def buffer(self, name: str) -> Tensor:
         """A persistent buffer, whole."""

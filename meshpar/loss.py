@@ -231,7 +231,7 @@ def _built(values: tuple) -> tuple:
 @contextmanager
 def lazy_head(head: nn.Module) -> Iterator[None]:
     """While it is active, ``head`` returns `LazyLogits`; a head that is more than a matrix stays as it is."""
-    if type(head) is not nn.Linear or "forward" in vars(head):
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         yield
         return
     head.forward = lambda hidden: LazyLogits.of(hidden, head.weight, head.bias)

@@ -54,6 +54,7 @@ def parallelize_model(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> ParallelModel:
     """Put a Hugging Face causal language model on a pp x dp x tp mesh; every rank calls it.
 
@@ -63,14 +64,16 @@ def parallelize_model(
     dp_shard. ``mesh``: an existing mesh with the dimensions pp, dp (or dp_replicate, dp_shard), tp. ``plan``: "auto",
     or a dict from module-name pattern to style laid over it. ``dtype``: what parameters are stored in,
     `config.param_dtype` unless given. ``device``: this rank's device; CUDA where there is one; "meta" for names, shapes
-    and placements without values.
+    and placements without values. ``trust_remote_code``: run Python code that comes with the directory or hub id, as
+    transformers does; without it a model that needs such code is refused.
 
     Raises ValueError, before weights are read, for sizes or models that cannot work.
     """
     device = init_distributed(device if device is not None or mesh is None else _device_of(mesh))
     config = _resolve_config(config, mesh, dtype)
     # To a device they go as they are: it takes less time, and it can widen them itself.
-    opened = open_model(model, seed, widen=device.type == "cpu" and config.param_dtype == "float32")
+    widen = device.type == "cpu" and config.param_dtype == "float32"
+    opened = open_model(model, seed, widen, trust_remote_code)
     skeleton = opened.skeleton
     check_model(config, skeleton.config)
     the_mesh = adopt_mesh(mesh, device) if mesh is not None else build_mesh(config, device)
@@ -98,7 +101,8 @@ def parallelize_model(
     stages = split_model(skeleton, unmodified, the_plan.anatomy, own, the_plan.flow)
     runner = Runner(skeleton, the_plan.anatomy, stages, tp)
     apply_compile(runner.own_layers(), tp, config)
-    apply_fsdp(runner, runner.own_layers(), the_mesh, config)
+    head = skeleton.get_submodule(the_plan.anatomy.head)
+    apply_fsdp(runner, runner.own_layers(), head, the_mesh, config)
     materialize(skeleton, specs, the_mesh, reader)
     load_buffers(skeleton, reader, device)
     log.info(
@@ -107,7 +111,7 @@ def parallelize_model(
         opened.source.bytes_read,
     )  # fmt: skip
     full.specs, full.ranges, full.stage_ranks = specs, ranges, stage_ranks(config)
-    return ParallelModel(runner, the_mesh, config, the_plan, full, opened.origin).train()
+    return ParallelModel(runner, the_mesh, config, the_plan, full, opened.origin, trust_remote_code).train()
 
 
 def _check_alike(skeleton: PreTrainedModel, config: ParallelConfig, plan: str | Mapping[str, Style]) -> None:
@@ -151,14 +155,21 @@ class ParallelModel(nn.Module):
     """
 
     def __init__(
-        self, runner: Runner, mesh: Mesh, config: ParallelConfig, plan: Plan, full: FullTensors, origin: str | None
+        self,
+        runner: Runner,
+        mesh: Mesh,
+        config: ParallelConfig,
+        plan: Plan,
+        full: FullTensors,
+        origin: str | None,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         self._runner = runner
         self.config = runner.model.config
         self.parallel_config = config
         self.plan = plan
-        self._mesh, self._full, self._origin = mesh, full, origin
+        self._mesh, self._full, self._origin, self._trust_remote_code = mesh, full, origin, trust_remote_code
         vocab = spread(full.vocab_size, mesh.size("tp"))
         self._vocab_start, self._vocab_real = vocab.spans[mesh.rank("tp")][0], vocab.real(mesh.rank("tp"))
         self._pipeline = Pipeline(runner, mesh, config, self._loss, full.flow)
@@ -317,6 +328,8 @@ class ParallelModel(nn.Module):
             tokenizer_source=self._origin,
             max_shard_size=max_shard_size,
             is_writer=dist.get_rank() == 0,
+            trust_remote_code=self._trust_remote_code,
+            with_code_of=(self.config, self._runner.model),
         )
 
     # Internals

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import ParallelismConfig
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .config import ParallelConfig
 from .dropout import dropout_names
@@ -21,6 +21,7 @@ from .loss import IGNORE, shift_labels
 from .mesh import init_distributed
 from .model import ParallelModel, parallelize_model
 from .plan import Style
+from .pretrained import read_config, using
 from .recipe import Recipe
 from .trace import comparable, first_difference, gather_outputs, record_outputs, run_order
 
@@ -108,6 +109,7 @@ def verify(
     *,
     plan: str | Mapping[str, Style] = "auto",
     seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> VerifyReport:
     """Compare the mesh of ``config`` with one process, in float32; every rank calls it and gets the report.
 
@@ -117,7 +119,7 @@ def verify(
     float64). On failure `first_wrong` names the first module in forward order whose output differs; if all outputs
     agree, the last module in forward order whose gradient is wrong: the backward went wrong there.
     """
-    parallel = parallelize_model(model, _in_float32(config), plan=plan, seed=seed)
+    parallel = parallelize_model(model, _in_float32(config), plan=plan, seed=seed, trust_remote_code=trust_remote_code)
     if getattr(parallel.config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             "verify compares the loss of tokens alone; set output_router_logits to false in the model's config, and "
@@ -149,10 +151,10 @@ def run_recipe(recipe: Recipe) -> bool:
 
     init_distributed(timeout=recipe.distributed.timeout_seconds)
     recipe.check(dist.get_world_size())
-    path = recipe.model.path
-    source = AutoConfig.from_pretrained(path) if recipe.model.init == "random" else path
+    path, trusted = recipe.model.path, recipe.model.trust_remote_code
+    source = read_config(path, trusted) if recipe.model.init == "random" else path
     config = recipe.parallel_config(dist.get_world_size())
-    report = verify(source, config, first_batch(recipe), seed=recipe.train.seed)
+    report = verify(source, config, first_batch(recipe), seed=recipe.train.seed, trust_remote_code=trusted)
     if dist.get_rank() == 0:
         print(report, flush=True)
     return report.ok
@@ -186,14 +188,18 @@ def _reference(model, parallel: ParallelModel) -> PreTrainedModel | None:
         return None
     if random:
         hf_config = model if isinstance(model, PreTrainedConfig) else model.config
-        reference = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        reference = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, trust_remote_code=parallel._trust_remote_code
+        )
         with torch.no_grad():
             for name, param in reference.named_parameters():
                 param.copy_(weights[name])
     elif isinstance(model, PreTrainedModel):
         reference = copy.deepcopy(model).float()
     else:
-        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        trusted = parallel._trust_remote_code
+        with using("model", model, trusted):
+            reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=trusted)
     return reference.to(parallel._mesh.device).train(parallel.training)
 
 

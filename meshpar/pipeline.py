@@ -104,7 +104,7 @@ class Pipeline:
         if self.config.pp == 1:
             return self._loop([piece for batch, count in batches for piece in batch.chunk(count)])
         hold_gradients(self.runner)
-        reshard_layers(self.runner, self.reshards)
+        reshard_layers(self.runner.own_layers(), self.reshards)
         total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
         mark("backward")
         reduce_gradients(self.runner)
@@ -143,14 +143,17 @@ class Pipeline:
         scatter = self.mesh.fsdp.size() > 1 or (len(pieces) == 1 and self.reshards)
         if not scatter:
             hold_gradients(self.runner)
-        reshard_layers(self.runner, scatter and self.reshards)
+        layers = self.runner.own_layers()
+        reshard_layers(layers, scatter and self.reshards)
         total = self._zero()
         for i, piece in enumerate(pieces):
             if scatter:
                 last = i == len(pieces) - 1
                 self.runner.set_is_last_backward(last)
                 # What a forward leaves whole, as it does the root's, no backward before the last need shard.
-                self.runner.set_reshard_after_backward(last, recurse=not self.reshards)
+                self.runner.set_reshard_after_backward(last)
+                if self.reshards:
+                    reshard_layers(layers, True)
                 self.runner.set_requires_all_reduce(last)  # between replicas
             mark("forward")
             loss = self._forward(piece)

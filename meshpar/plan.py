@@ -436,19 +436,18 @@ def _check_head(model: PreTrainedModel, anatomy: Anatomy) -> None:
         )
 
 
-def show(model: str, config: ParallelConfig | None = None) -> str:
+def show(model: str, config: ParallelConfig | None = None, trust_remote_code: bool = False) -> str:
     """The resolved plan of a model directory or hub id as a table; reads its config only, no weights."""
-    from transformers import AutoConfig
-
     from .config import check_model
     from .load import skeleton_from_config
+    from .pretrained import read_config
     from .share import divided_share
     from .split import stage_ranges, stage_ranks
 
     config = config or ParallelConfig(tp=2)
-    hf_config = AutoConfig.from_pretrained(model)
+    hf_config = read_config(model, trust_remote_code)
     check_model(config, hf_config)
-    skeleton = skeleton_from_config(hf_config)
+    skeleton = skeleton_from_config(hf_config, trust_remote_code)
     plan = make_plan(skeleton, config)
     lines = [str(plan)]
     if config.tp > 1:

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from . import recipe_yaml
-from .config import ConfigError, ParallelConfig, check_torch_version, nearest
+from .config import ConfigError, ParallelConfig, check_torch_version, divisors, nearest
 from .recipe_errors import RecipeError, problem_lines
 from .schedules import accepts_microbatches, microbatches_around, why_refused
 
 Dtype = Literal["float32", "bfloat16"]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 # The names accelerate.tracking knows, written out so that checking a recipe does not import it, and "jsonl", our own.
@@ -34,11 +34,15 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """The checkpoint to start from; `dtype` is what parameters are stored and updated in."""
+    """The checkpoint to start from; `dtype` is what parameters are stored and updated in.
+
+    `trust_remote_code`: run Python code that comes with it.
+    """
 
     path: str
     dtype: Dtype = "float32"
     init: Literal["pretrained", "random"] = "pretrained"
+    trust_remote_code: bool = False
 
 
 class Parallel(Section):
@@ -211,7 +215,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         RecipeError: with one line a problem.
     """
     try:
-        raw = recipe_yaml.parse(find_recipe(path).read_text(encoding="utf-8"), source=os.fspath(path))
+        raw = recipe_yaml.parse(find_recipe(path).read_bytes(), source=os.fspath(path))
         for override in overrides:
             recipe_yaml.override(raw, override)
     except recipe_yaml.YamlProblem as problem:
@@ -258,10 +262,9 @@ def _batch_problems(recipe: Recipe, config: ParallelConfig) -> Iterator[str]:
             f"dp_shard={config.dp_shard}); nearest that work: {around}."
         )
     elif rows % micro:
-        divisors = [size for size in range(1, rows + 1) if rows % size == 0]
         yield (
             f"batch.micro_size={micro} does not divide the {rows} rows a step of a data-parallel rank "
-            f"(global_size={total} over dp={dp}); nearest that work: {nearest(micro, divisors)}."
+            f"(global_size={total} over dp={dp}); nearest that work: {nearest(micro, divisors(rows))}."
         )
     else:
         yield from _microbatch_problems(recipe, config)
@@ -271,10 +274,10 @@ def _microbatch_problems(recipe: Recipe, config: ParallelConfig) -> Iterator[str
     held = recipe.microbatches_per_step(config.dp)
     if config.microbatches is not None:
         if held % config.microbatches:
-            divisors = [m for m in range(1, held + 1) if held % m == 0 and accepts_microbatches(config, m)]
+            working = [m for m in divisors(held) if accepts_microbatches(config, m)]
             yield (
                 f"parallel.microbatches={config.microbatches} does not divide the {held} microbatches of a step; "
-                f"nearest that work: {nearest(config.microbatches, divisors) or 'none'}."
+                f"nearest that work: {nearest(config.microbatches, working) or 'none'}."
             )
     elif not accepts_microbatches(config, held):
         total, rows = recipe.batch.global_size, config.dp * recipe.batch.micro_size

@@ -90,7 +90,7 @@ def _section(schema: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def _lines(problem: Any, schema: type[BaseModel]) -> list[str]:
-    path = ".".join(str(part) for part in problem["loc"])
+    path = ".".join(_name(part) for part in problem["loc"])
     kind, value = problem["type"], problem["input"]
     if kind == "value_error":
         error = problem["ctx"]["error"]
@@ -106,8 +106,17 @@ def _lines(problem: Any, schema: type[BaseModel]) -> list[str]:
 
 
 def _show(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    # Piece by piece: a YAML file of a few lines can name a value that is endless when written out.
+    text = ""
+    for piece in json.JSONEncoder(default=str, skipkeys=True, check_circular=False).iterencode(value):
+        text += piece
+        if len(text) > 60:
+            return text[:57] + "..."
+    return text
+
+
+def _name(key: str | int) -> str:
+    return key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else _show(key)
 
 
 def _needed_keys(path: str, schema: type[BaseModel]) -> str:

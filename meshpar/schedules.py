@@ -79,8 +79,8 @@ def why_refused(config: ParallelConfig, microbatches: int) -> str:
 
 def microbatches_around(config: ParallelConfig, microbatches: int) -> list[int]:
     """The nearest numbers of microbatches the schedule can run, below (where there is one) and above."""
-    below = [m for m in range(1, microbatches) if accepts_microbatches(config, m)]
-    return [*below[-1:], _next_legal(config, microbatches + 1)]
+    below = next((m for m in range(microbatches - 1, 0, -1) if accepts_microbatches(config, m)), None)
+    return [*([below] if below else []), _next_legal(config, microbatches + 1)]
 
 
 def _next_legal(config: ParallelConfig, at_least: int) -> int:

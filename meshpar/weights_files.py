@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,7 +15,8 @@ from huggingface_hub import snapshot_download
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_FILES = ("pytorch_model*", "model*.bin", "*.pth", "*.ckpt")
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+# Code is not run unless it is trusted.
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 # Sub-folders and consolidated files hold the same weights a second time, in other formats.
 HUB_DUPLICATES = ["*/*", "consolidated*"]
 # safetensors refuses longer headers as well.
@@ -106,7 +108,7 @@ def _read_index(path: Path) -> dict[str, str]:
         parts = PurePosixPath(file)
         if parts.is_absolute() or ".." in parts.parts or any(character in file for character in "\\:\0"):
             raise ValueError(f"{path} puts {name} into {file!r}, which is outside its directory")
-        if not (path.parent / file).is_file():
+        if not os.path.isfile(path.parent / file):
             raise ValueError(f"{path} puts {name} into {file}, which is not there")
     return weight_map
 

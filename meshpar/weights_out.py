@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import os
 import re
@@ -21,22 +22,18 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers.dynamic_module_utils import custom_object_save
 
+from .pretrained import has_tokenizer, read_tokenizer
 from .weights_files import INDEX_FILE, SINGLE_FILE, resolve_directory
+
+log = logging.getLogger("meshpar")
 
 Entry = tuple[str, Sequence[int], torch.dtype]
 
 SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 STAGING_PREFIX = ".unfinished-save-"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
 
 
 def write_pretrained(
@@ -49,6 +46,8 @@ def write_pretrained(
     tokenizer_source: str | Path | None = None,
     max_shard_size: int | str = "1GB",
     is_writer: bool = True,
+    trust_remote_code: bool = False,
+    with_code_of: Sequence[object] = (),
 ) -> None:
     """Write a directory for ``AutoModelForCausalLM.from_pretrained``, laid out as ``save_pretrained`` has it.
 
@@ -57,7 +56,9 @@ def write_pretrained(
     runs through all of it, since it may be collective: the writer gets tensors, which it casts and writes,
     the others None. The writer holds at most one shard and one tensor. ``max_shard_size`` is in bytes, or
     text as "5GB". Weight files of an earlier save in ``out_dir`` are removed. ``tokenizer_source`` is a
-    directory or hub id; one without a tokenizer is fine.
+    directory or hub id; one without a tokenizer is fine, and one whose tokenizer cannot be read (with
+    ``trust_remote_code``, its own code included) is a warning. ``with_code_of``: where such a directory's code made the
+    class of one of these, the code is written as well.
 
     Raises RuntimeError when a tensor is missing, surplus, out of order or of another shape than its entry.
     """
@@ -70,10 +71,11 @@ def write_pretrained(
     out.mkdir(parents=True, exist_ok=True)
     with _staging(out) as staging:
         _write_weights(staging, entries, arriving, max_shard_size)
+        _write_code(staging, config, with_code_of)
         _write_configs(staging, config, generation_config, _written_dtype(entries))
         _publish(staging, out)
     if tokenizer_source is not None:
-        _write_tokenizer(out, tokenizer_source)
+        _write_tokenizer(out, tokenizer_source, trust_remote_code)
 
 
 def _matched(
@@ -156,10 +158,20 @@ def _write_configs(
         generation_config.to_json_file(directory / "generation_config.json", keys_to_pop=["compile_config"])
 
 
-def _write_tokenizer(out: Path, source: str | Path) -> None:
+def _write_code(directory: Path, config: PreTrainedConfig, objects: Sequence[object]) -> None:
+    for made in objects:
+        # What transformers' own save_pretrained goes by.
+        if getattr(made, "_auto_class", None) is not None:
+            custom_object_save(made, directory, config=config)
+
+
+def _write_tokenizer(out: Path, source: str | Path, trust_remote_code: bool) -> None:
     directory = resolve_directory(source)
-    if any((directory / name).is_file() for name in TOKENIZER_FILES):
-        AutoTokenizer.from_pretrained(directory, trust_remote_code=False).save_pretrained(out)
+    if has_tokenizer(directory):
+        try:
+            read_tokenizer(directory, trust_remote_code).save_pretrained(out)
+        except ValueError as problem:
+            log.warning("%s has the weights, but no tokenizer: %s", out, problem)
 
 
 @contextmanager

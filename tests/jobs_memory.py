@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshpar.comm import KeepShard, gather_sequence
-from tests.jobs import make
+from tests import models
+from tests.jobs import make, rows_of_rank
 
 
 class Alive(TorchDispatchMode):
@@ -47,6 +48,18 @@ def kept_bytes(config: dict, batch: dict) -> tuple[int, int]:
         found.append(alive.nbytes())
         loss.backward()
     return found[0], found[1]
+
+
+def head_is_reduced_early(config: dict, changes: dict) -> bool:
+    """Whether this rank has its part of the head's gradient when the last layer's backward begins."""
+    model, found = make(config, model_changes=changes), []
+    sharded_head = dict(model.named_parameters(remove_duplicate=False))["lm_head.weight"]
+    last = model._runner.own_layers()[-1]
+    last.register_full_backward_pre_hook(lambda *_: found.append(sharded_head.grad is not None))
+    batch = models.make_batch(4)
+    model.forward_backward(rows_of_rank(batch, model.mesh))
+    (early,) = found
+    return early
 
 
 def gradients_of_two_backwards(config: dict, batch: dict) -> tuple[dict, dict]:

@@ -183,11 +183,23 @@ def test_chat_without_a_template_and_unknown_formats_are_refused():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', r"a\.jsonl, line 3: not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', r"a\.jsonl, line 3: not JSON \(Expect.* at column 14\)"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl, line 2: not JSON"),
         ("a.jsonl", b'["a"]\n', r"a\.jsonl, line 1: a JSON list, not an object"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1: not JSON"),
-        ("a.jsonl", b"\n", r"a\.jsonl: there are no rows"),
+        ("a.jsonl", b'{"text": "a"}\r{"text": "b"}', r"a\.jsonl, line 1: not JSON \(Extra data at column 15\)"),
+        ("a.jsonl", b'{"text": "a"}\n\0\0\0\0', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "a\0"}', r"a\.jsonl, line 1: not JSON \(Invalid control character at column 12\)"),
+        (
+            "a.jsonl",
+            '{"text": "a"}'.encode("utf-16"),
+            r"a\.jsonl, line 1: not JSON \('utf-8' codec can't decode byte 0xff",
+        ),
+        ("a.json", b'[\n{"text": "a"}\n]', r"a\.json, line 1: not JSON .*; each line holds one object"),
+        ("a.jsonl", b"", r"a\.jsonl: there are no rows"),
+        ("a.jsonl", b" \n\t\r\n", r"a\.jsonl: there are no rows"),
+        ("a.jsonl", b"\xef\xbb\xbf\n", r"a\.jsonl: there are no rows"),
+        ("a.parquet", b"", r"a\.parquet: not a readable parquet file"),
         ("a.parquet", b"PAR1 no", r"a\.parquet: not a readable parquet file"),
         ("a.csv", b"text\na\n", r"a\.csv: files of this kind are not read; use \.jsonl"),
         ("a.jsonl.gz", b"", r"a\.jsonl\.gz: files of this kind"),
@@ -201,6 +213,21 @@ def test_a_broken_or_missing_file_is_one_clear_sentence(tmp_path, name, content,
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name)
+
+
+def test_a_parquet_file_without_rows_or_cut_short_is_named(tmp_path):
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), file)
+    with pytest.raises(ValueError, match=r"a\.parquet: there are no rows"):
+        read_rows(file)
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"a\.parquet: not a readable parquet file"):
+        read_rows(file)
+
+
+def test_lines_may_have_a_byte_order_mark_and_end_as_on_windows(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
+    assert read_rows(tmp_path / "a.jsonl") == [{"text": "a"}, {"text": "b"}]
 
 
 def test_the_same_rows_from_json_lines_parquet_and_datasets(tmp_path):

@@ -41,6 +41,12 @@ def test_gradients_taken_apart_are_those_taken_at_once(pool):
                 assert at_once > 0
 
 
+def test_the_heads_gradient_leaves_before_the_layers_go_backward(pool):
+    """Whole on a rank it is as large as the logits' own matrix; one that is tied waits for the embedding's part."""
+    assert pool.run(2, jobs.head_is_reduced_early, dict(dp_shard=2), {"tie_word_embeddings": False}) == [True] * 2
+    assert pool.run(2, jobs.head_is_reduced_early, dict(dp_shard=2), {"tie_word_embeddings": True}) == [False] * 2
+
+
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_weight_gradients_of_their_own_find_it_again(pool, schedule):
     assert_parity(pool, mesh_config(2, 1, 2, schedule) | dict(microbatches=4), [models.make_batch(kind="ragged")])

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,38 @@ def test_file_that_is_no_recipe_is_named(tmp_path, text):
     path.write_text(text)
     (line,) = problems(path)
     assert line.startswith(str(path))
+
+
+BOMB = "a: &a [x, x]\n" + "\n".join(f"{k}: &{k} [*{j}, *{j}]" for j, k in pairwise("abcdefghijklmnopqrstuvwxyz"))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("model: {path: \xff}", "{path} is not text in UTF-8: invalid start byte at byte 15."),
+        ("train:\n  steps: 2001-13-01", "{path}, line 2: this is no timestamp"),
+        ("train:\n  steps: " + "9" * 5000, "{path}, line 2: this is no int"),
+        ("train:\n  steps: 0x" + "f" * 5000, "{path}, line 2: this number is too large"),
+        ("train: !!python/object/apply:os.system [ls]", "could not determine a constructor for the tag"),
+        ("a: " + "[" * 20_000, "{path}: sections are nested too deeply"),
+        ("model: &m {path: *m}", 'model.path={{"path": {{"path": '),
+        ('"a\\nb": 1', '"a\\nb"=1 is not a key'),
+        (BOMB, "z=[[[[[[[["),
+        ("batch: {global_size: 999999999999}", "batch.global_size=999999999999 must be at most 2147483647."),
+    ],
+    ids=["latin-1", "date", "digits", "hex", "code", "deep", "endless", "newline", "bomb", "large"],
+)
+def test_text_that_yaml_stumbles_over_is_one_line(tmp_path, text, line):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    found = problems(path)
+    assert any(line.format(path=path) in problem for problem in found), found
+    assert all(problem.isprintable() and len(problem) < 300 for problem in found)
+
+
+def test_nearest_sizes_of_a_very_large_batch_are_found_at_once(recipe_file):
+    (line,) = mesh_problems(recipe_file, 6, "batch.global_size=2147483646", "batch.micro_size=4")
+    assert line.endswith("nearest that work: 3 or 6.")
 
 
 def test_recipe_that_is_nowhere_lists_the_shipped_ones():

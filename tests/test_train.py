@@ -72,6 +72,21 @@ def in_one_process(raw: dict) -> list[dict]:
     return done
 
 
+@pytest.mark.parametrize("parallel", [ONE, PP2_DP2], ids=["1x1x1", "2x2x1"])
+def test_batches_in_which_nothing_counts_have_zero_loss_and_change_no_weight(pool, no_dropout, tmp_path, parallel):
+    """T32A: prompts that fill their rows, so that every response is cut off."""
+    data = tmp_path / "long.jsonl"
+    data.write_text((json.dumps({"prompt": "w1 " * 40, "response": "w2"}) + "\n") * 8)
+    settings = {"data__path": str(data), "optim__weight_decay": 0.0, "train__steps": 2}
+    train(pool, recipe(no_dropout, tmp_path / "run", parallel, **settings))
+    assert [(row["loss"], row["grad_norm"]) for row in metrics(tmp_path / "run")] == [(0.0, 0.0)] * 2
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(d) for d in (no_dropout / "model", tmp_path / "run" / "model")
+    )
+    for name, weight in before.state_dict().items():
+        assert torch.equal(after.state_dict()[name], weight), name
+
+
 @pytest.mark.parametrize("parallel", [ONE, DP2_TP2, ZBV_TP2, PP2_DP2], ids=["1x1x1", "1x2x2", "2x1x2-ZBV", "2x2x1"])
 def test_losses_and_norms_are_those_of_one_process(pool, no_dropout, tmp_path, parallel):
     raw = recipe(no_dropout, tmp_path, parallel, train__steps=5)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -60,7 +61,7 @@ def _read_json_lines(file: Path) -> list[dict]:
     rows = []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            if line.removeprefix(BOM_UTF8).strip():
                 rows.append(_parse_line(line, f"{file}, line {number}"))
     return rows
 
@@ -69,7 +70,11 @@ def _parse_line(line: bytes, where: str) -> dict:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error}).") from error
+        # Its own "line 1" would be that of the string.
+        reason = error
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
+        raise ValueError(f"{where}: not JSON ({reason}); each line holds one object.") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: a JSON {type(row).__name__}, not an object with keys.")
     return row
@@ -82,7 +87,8 @@ def _read_parquet(file: Path) -> list[dict]:
     try:
         return pyarrow.parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file}: not a readable parquet file ({str(error).splitlines()[0]}).") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{file}: not a readable parquet file ({reason}).") from error
 
 
 def _read_dataset(name: str, split: str) -> Sequence[dict]:
@@ -94,7 +100,7 @@ def _read_dataset(name: str, split: str) -> Sequence[dict]:
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         return datasets.load_dataset(name, split=split)
     except Exception as error:  # a data set's own builder may raise anything
-        reason = (str(error).splitlines() or [""])[0]
+        reason = str(error).partition("\n")[0]
         raise ValueError(
             f"{name}: neither a file here nor a data set that `datasets` can load with split {split!r} "
             f"({type(error).__name__}: {reason})."

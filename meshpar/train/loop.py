@@ -20,7 +20,6 @@ from rich.logging import RichHandler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoConfig, AutoTokenizer
 
 from .. import watch
 from ..config import ConfigError, ParallelConfig, check_model
@@ -28,6 +27,7 @@ from ..load import skeleton_from_config
 from ..loss import count_targets, shift_labels
 from ..mesh import init_distributed, on_first_rank
 from ..model import ParallelModel, parallelize_model
+from ..pretrained import read_config, read_tokenizer
 from ..progress import mark
 from ..recipe import Recipe
 from ..recipe_errors import RecipeError
@@ -226,14 +226,15 @@ def _warn_of_changes(before: Mapping[str, Any], recipe: Recipe) -> None:
 
 def _check_model(recipe: Recipe, config: ParallelConfig) -> None:
     """Refuse a mesh that the model's sizes do not allow, before its data is read."""
+    hf_config = read_config(recipe.model.path, recipe.model.trust_remote_code)
     try:
-        check_model(config, AutoConfig.from_pretrained(recipe.model.path))
+        check_model(config, hf_config)
     except ConfigError as error:
         raise RecipeError([f"parallel.{error}"]) from None
 
 
 def _load_data(recipe: Recipe) -> tuple[list[Row], list[Row], int]:
-    tokenizer, data = AutoTokenizer.from_pretrained(recipe.model.path), recipe.data
+    tokenizer, data = read_tokenizer(recipe.model.path, recipe.model.trust_remote_code), recipe.data
 
     def load(path: str, split: str) -> list[Row]:
         return load_rows(path, data.format, tokenizer, data.seq_len, data.pack, split)
@@ -254,9 +255,10 @@ def first_batch(recipe: Recipe) -> Rows:
 
 
 def _load_model(recipe: Recipe, config: ParallelConfig, device: torch.device) -> ParallelModel:
-    path = recipe.model.path
-    source = skeleton_from_config(AutoConfig.from_pretrained(path)) if recipe.model.init == "random" else path
-    return parallelize_model(source, config, device=device, seed=recipe.train.seed)
+    source, trusted = recipe.model.path, recipe.model.trust_remote_code
+    if recipe.model.init == "random":
+        source = skeleton_from_config(read_config(source, trusted), trusted)
+    return parallelize_model(source, config, device=device, seed=recipe.train.seed, trust_remote_code=trusted)
 
 
 def _write_recipe(recipe: Recipe, config: ParallelConfig) -> None:
