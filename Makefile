@@ -15,7 +15,7 @@ CHOICE := $(shell echo '$(TORCH) $(TORCH_INDEX)' | cksum | cut -d ' ' -f 1)
 INSTALLED := $(VENV)/.installed-$(CHOICE)
 DEMO_INSTALLED := $(VENV)/.installed-demo-$(CHOICE)
 
-.PHONY: venv demo test bench families lint format clean
+.PHONY: venv demo test bench faults families lint format clean
 
 venv: $(INSTALLED)
 
@@ -44,6 +44,9 @@ test: $(INSTALLED)
 bench: $(DEMO_INSTALLED)
 	$(BIN)/python -m meshpar.demo prepare
 	$(BIN)/python -m benchmarks
+
+faults: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 
 families: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweep

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import demo_step, gpu, growth, load, loss, pipeline, set_up, step
+from . import checkpoint, demo_step, gpu, growth, load, loss, pipeline, set_up, step
 
 OUT = Path(__file__).parent / "RESULTS.md"
 TABLES = {
@@ -25,6 +25,7 @@ TABLES = {
     "Loading": load.table,
     "Setting up": set_up.table,
     "Growth": growth.table,
+    "Saving": checkpoint.table,
 }
 if torch.cuda.is_available():
     TABLES["bfloat16 on CUDA"] = gpu.table

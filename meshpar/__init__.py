@@ -7,17 +7,27 @@ if TYPE_CHECKING:
     from .config import ParallelConfig
     from .mesh import init_distributed
     from .model import ParallelModel, parallelize_model
+    from .nonfinite import find_nonfinite
     from .parity import VerifyReport, verify
 
 _HOME = {
     "ParallelConfig": "config",
     "ParallelModel": "model",
     "VerifyReport": "parity",
+    "find_nonfinite": "nonfinite",
     "init_distributed": "mesh",
     "parallelize_model": "model",
     "verify": "parity",
 }
-__all__ = ["ParallelConfig", "ParallelModel", "VerifyReport", "init_distributed", "parallelize_model", "verify"]
+__all__ = [
+    "ParallelConfig",
+    "ParallelModel",
+    "VerifyReport",
+    "find_nonfinite",
+    "init_distributed",
+    "parallelize_model",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,19 +1,19 @@
 """Training state on disk: saved on one mesh, loaded on any.
 
 A checkpoint is a directory. `torch.distributed.checkpoint` (DCP) holds the parameters, the optimizer's state by
-parameter name and every rank's random number generators; `config.json` the model's config; `meshpar.json`, written
-last, the rest. It is written aside, flushed to the disk and renamed, so that it appears complete or not at all.
+parameter name and every rank's random number generators; `config.json` the model's config; `meshpar.json`, the
+manifest, the rest. `checkpoint_files` makes it appear complete or not at all, and finds damage.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
+from .checkpoint_files import UNFINISHED, CheckpointError, check_contents, make_empty, publish, read_manifest, reading
 from .config import MESH_SIZES
 from .load import skeleton_from_config
-from .mesh import DEFAULT_TIMEOUT, on_first_rank
+from .mesh import DEFAULT_TIMEOUT, on_every_rank, on_first_rank
 from .model import ParallelModel
 from .optimizer_state import NamedOptimizer
 from .pieces import Piece, StoredTensors, parameter_piece, read_pieces, whole_piece, write_pieces
+from .pretrained import read_config
 from .rng import rng_state, seed_rank, set_rng_state
 from .weights_convert import original_layout, pin_layout
 from .weights_files import listed, resolve_directory
@@ -37,10 +39,7 @@ from .weights_out import write_pretrained
 
 log = logging.getLogger("meshpar")
 
-MANIFEST = "meshpar.json"
-FORMAT = 1
 STEP_DIRECTORY = re.compile(r"step-(\d+)")
-UNFINISHED = ".tmp"
 
 
 def save(directory: str | Path, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> None:
@@ -60,17 +59,16 @@ def load(directory: str | Path, model: ParallelModel, optimizer: Optimizer) -> d
     The optimizer must have the same parameter groups, by name; their settings become the saved ones. On the mesh that
     saved, the random number generators continue; on another they are seeded from (seed, step, place in the mesh).
 
-    Raises ValueError, before anything is changed, for an incomplete directory and for the state of another model.
+    Raises, before anything is changed and on every rank, CheckpointError for a directory that is incomplete or whose
+    files are not as they were written, and ValueError for the state of another model.
     """
     directory = Path(directory)
-    manifest = read_manifest(directory)
-    named = _named(optimizer, model)
-    _check(directory, manifest, model, named)
-    stored = StoredTensors(directory).entries()
-    state = named.empty_state(stored)
-    rng = _empty_rng_state(stored, model) if manifest["mesh"] == _mesh_sizes(model) else {}
-    rng_pieces = {_rng_prefix(model) + kind: whole_piece(tensor) for kind, tensor in rng.items()}
-    read_pieces(directory, _model_pieces(model) | named.pieces(state) | rng_pieces)
+    with reading(directory):
+        manifest, named, stored = on_every_rank(lambda: _checked(directory, model, optimizer))
+        state = named.empty_state(stored)
+        rng = _empty_rng_state(stored, model) if manifest["mesh"] == _mesh_sizes(model) else {}
+        rng_pieces = {_rng_prefix(model) + kind: whole_piece(tensor) for kind, tensor in rng.items()}
+        read_pieces(directory, _model_pieces(model) | named.pieces(state) | rng_pieces)
     named.load(state, manifest["groups"])
     extra = manifest["extra"]
     seed_rank(extra.get("seed", 0), extra.get("step", 0), model._mesh)
@@ -80,7 +78,15 @@ def load(directory: str | Path, model: ParallelModel, optimizer: Optimizer) -> d
 
 
 def latest(checkpoints_dir: str | Path) -> Path | None:
-    """The complete ``step-N`` directory with the highest N, or None; what it skips is logged as a warning."""
+    """The complete ``step-N`` directory with the highest N, or None; what it skips is logged as a warning.
+
+    Complete: its manifest is whole, and its files have their sizes. `load` reads them and finds what else is wrong.
+    """
+    return next(newest_first(checkpoints_dir), None)
+
+
+def newest_first(checkpoints_dir: str | Path) -> Iterator[Path]:
+    """The complete ``step-N`` directories from the highest N down, as `latest` finds them."""
     found = [(int(m[1]), p) for p in Path(checkpoints_dir).glob("step-*") if (m := STEP_DIRECTORY.match(p.name))]
     for _, path in sorted(found, reverse=True):
         if path.name.endswith(UNFINISHED):
@@ -88,21 +94,31 @@ def latest(checkpoints_dir: str | Path) -> Path | None:
         elif STEP_DIRECTORY.fullmatch(path.name):
             try:
                 read_manifest(path)
-            except ValueError as problem:
+            except CheckpointError as problem:
                 log.warning("%s; skipped", problem)
             else:
-                return path
-    return None
+                yield path
 
 
-def export(checkpoint_dir: str | Path, out_dir: str | Path) -> None:
-    """Write a checkpoint's weights as a Hugging Face directory; one process, no process group, one tensor at a time."""
+def export(checkpoint_dir: str | Path, out_dir: str | Path, max_shard_size: int | str = "500MB") -> None:
+    """Write a checkpoint's weights as a Hugging Face directory; one process, no process group, one tensor at a time.
+
+    It holds one file of ``max_shard_size`` and two tensors at most.
+
+    Raises CheckpointError, before anything is written, for a directory that is incomplete or damaged.
+    """
     checkpoint_dir = Path(checkpoint_dir)
-    manifest = read_manifest(checkpoint_dir)
+    with reading(checkpoint_dir):
+        manifest = read_manifest(checkpoint_dir)
+        check_contents(checkpoint_dir, manifest["files"])
+        _export(checkpoint_dir, manifest, Path(out_dir), max_shard_size)
+
+
+def _export(checkpoint_dir: Path, manifest: dict[str, Any], out_dir: Path, max_shard_size: int | str) -> None:
     stored, dtype = StoredTensors(checkpoint_dir), getattr(torch, manifest["dtype"])
     entries = [(name, shape, dtype) for name, shape in manifest["parameters"].items()]
     entries += [(name, shape, getattr(torch, kind)) for name, (shape, kind) in manifest.get("buffers", {}).items()]
-    config = AutoConfig.from_pretrained(checkpoint_dir)
+    config = read_config(checkpoint_dir)
     skeleton = skeleton_from_config(config)
     pin_layout(skeleton)
     has_generation = (checkpoint_dir / "generation_config.json").is_file()
@@ -112,13 +128,15 @@ def export(checkpoint_dir: str | Path, out_dir: str | Path) -> None:
         config=config,
         generation_config=GenerationConfig.from_pretrained(checkpoint_dir) if has_generation else None,
         tokenizer_source=_tokenizer_source(manifest["origin"]),
+        max_shard_size=max_shard_size,
     )
 
 
 class BackgroundSaver:
     """Saves that are written while training goes on, from a copy in host memory, one at a time. Collective, as `save`.
 
-    ``timeout`` bounds the wait for a peer while writing.
+    The copy's memory, as large as what the rank holds of the state, is kept for the next save: memory that is new to
+    the process costs more time than the copy. ``timeout`` bounds the wait for a peer while writing.
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
@@ -126,11 +144,12 @@ class BackgroundSaver:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._memory: dict[str, Piece] = {}
 
     def save(self, directory: str | Path, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> None:
         """As `save`, but returns when the copy is made; what the write raises comes from the next `save` or `wait`."""
         self.wait()
-        snapshot = _snapshot(model, optimizer, extra).on_cpu()
+        snapshot = _snapshot(model, optimizer, extra, self._stage)
         self._writing = self._thread.submit(_write, Path(directory), snapshot, self._group)
 
     def wait(self) -> None:
@@ -139,19 +158,21 @@ class BackgroundSaver:
         if writing is not None:
             writing.result()
 
+    def is_writing(self) -> bool:
+        """Whether a save is not yet waited for."""
+        return self._writing is not None
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """What `meshpar.json` says; ValueError when ``directory`` is no complete checkpoint."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{directory} is no complete checkpoint: it has no {MANIFEST}") from None
-    except ValueError as error:
-        raise ValueError(f"{directory / MANIFEST} is damaged: {error}") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{directory / MANIFEST} has format {found!r}; this version reads format {FORMAT}")
-    return manifest
+    def has_ended(self) -> bool:
+        """Whether the write in progress has ended on every rank, so that `wait` does not wait."""
+        ended = torch.tensor(self._writing is None or self._writing.done(), dtype=torch.int32)
+        dist.all_reduce(ended, dist.ReduceOp.MIN)
+        return bool(ended)
+
+    def _stage(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
+        self._memory = {name: piece.staged(self._memory.get(name)) for name, piece in pieces.items()}
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return self._memory
 
 
 # What is saved
@@ -160,30 +181,44 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Snapshot:
     pieces: dict[str, Piece]
-    files: dict[str, str]
-
-    def on_cpu(self) -> _Snapshot:
-        return replace(self, pieces={name: piece.on_cpu() for name, piece in self.pieces.items()})
+    manifest: dict[str, Any]
+    texts: dict[str, str]
 
 
-def _snapshot(model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> _Snapshot:
-    named = _named(optimizer, model)
-    rng = {_rng_prefix(model) + kind: whole_piece(t) for kind, t in rng_state(model._mesh.device).items()}
-    manifest = {
-        "format": FORMAT,
+def _snapshot(
+    model: ParallelModel,
+    optimizer: Optimizer,
+    extra: dict[str, Any],
+    stage: Callable[[dict[str, Piece]], dict[str, Piece]] = dict,
+) -> _Snapshot:
+    def own() -> tuple[NamedOptimizer, _Snapshot]:
+        named = _named(optimizer, model)
+        rng = {_rng_prefix(model) + kind: whole_piece(t) for kind, t in rng_state(model._mesh.device).items()}
+        pieces = stage(_model_pieces(model) | named.pieces(optimizer.state) | rng)
+        return named, _Snapshot(pieces, _manifest(model, extra), _configs(model))
+
+    named, snapshot = on_every_rank(own)
+    snapshot.manifest["groups"] = named.groups()
+    return snapshot
+
+
+def _manifest(model: ParallelModel, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
         "mesh": _mesh_sizes(model),
         "dtype": model.parallel_config.param_dtype,
         "parameters": model._full.shapes,
         "buffers": {n: (s, str(d).removeprefix("torch.")) for n, (s, d) in model._full.buffers.items()},
-        "groups": named.groups(),
         "origin": _lasting(model._origin),
-        "extra": extra,
+        "extra": json.loads(json.dumps(extra)),
     }
-    files = {"config.json": model.config.to_json_string(use_diff=True), MANIFEST: json.dumps(manifest, indent=1)}
+
+
+def _configs(model: ParallelModel) -> dict[str, str]:
+    texts = {"config.json": model.config.to_json_string(use_diff=True)}
     generation_config = getattr(model._runner.model, "generation_config", None)
     if generation_config is not None:
-        files["generation_config.json"] = generation_config.to_json_string(keys_to_pop=["compile_config"])
-    return _Snapshot(_model_pieces(model) | named.pieces(optimizer.state) | rng, files)
+        texts["generation_config.json"] = generation_config.to_json_string(keys_to_pop=["compile_config"])
+    return texts
 
 
 def _named(optimizer: Optimizer, model: ParallelModel) -> NamedOptimizer:
@@ -214,54 +249,35 @@ def _lasting(origin: str | None) -> str | None:
 
 def _write(directory: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None = None) -> None:
     aside = directory.with_name(directory.name + UNFINISHED)
-    on_first_rank(lambda: _make_empty(aside), group)
-    write_pieces(aside, snapshot.pieces, group)
-    on_first_rank(lambda: _complete(aside, directory, snapshot.files), group)
-
-
-def _make_empty(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
-
-
-def _complete(aside: Path, directory: Path, files: dict[str, str]) -> None:
-    for name in sorted(files, key=lambda name: name == MANIFEST):
-        with (aside / name).open("w", encoding="utf-8") as file:
-            file.write(files[name])
-            file.flush()
-            os.fsync(file.fileno())
-    _flush_list(aside)
-    if directory.exists():
-        replaced = directory.with_name(f"{directory.name}.replaced{UNFINISHED}")
-        os.replace(directory, replaced)
-        os.replace(aside, directory)
-        shutil.rmtree(replaced)
-    else:
-        os.replace(aside, directory)
-    _flush_list(directory.parent)
-
-
-def _flush_list(directory: Path) -> None:
-    """Make sure a directory's list of files is on the disk."""
-    handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        on_first_rank(lambda: make_empty(aside), group)
+        files = write_pieces(aside, snapshot.pieces, group)
+        on_first_rank(lambda: publish(aside, directory, snapshot.manifest, snapshot.texts, files), group)
+    except OSError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # it may be what fills the disk
+        raise
 
 
 # How it is loaded
 
 
-def _check(directory: Path, manifest: dict[str, Any], model: ParallelModel, named: NamedOptimizer) -> None:
-    """Refuse what does not fit; each rank sees only its own stage's part of the optimizer, and all must agree."""
-    own = _difference(manifest, model) or named.difference(manifest["groups"])
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    first = next((problem for problem in found if problem), None)
-    if first is not None:
-        raise ValueError(f"{directory} is a checkpoint of another model or optimizer; {first}")
+Entries = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+def _checked(
+    directory: Path, model: ParallelModel, optimizer: Optimizer
+) -> tuple[dict[str, Any], NamedOptimizer, Entries]:
+    """The manifest, the optimizer by name and what is stored; refuses what is damaged or does not fit.
+
+    Each rank reads its part of the files, and sees only its own stage's part of the optimizer.
+    """
+    manifest, named = read_manifest(directory), _named(optimizer, model)
+    problem = _difference(manifest, model) or named.difference(manifest["groups"])
+    if problem is not None:
+        raise ValueError(f"{directory} is a checkpoint of another model or optimizer; {problem}")
+    check_contents(directory, manifest["files"], dist.get_rank(), dist.get_world_size())
+    return manifest, named, StoredTensors(directory).entries()
 
 
 def _difference(manifest: dict[str, Any], model: ParallelModel) -> str | None:
@@ -281,7 +297,7 @@ def _difference(manifest: dict[str, Any], model: ParallelModel) -> str | None:
     return "; ".join(found) or None
 
 
-def _empty_rng_state(stored: dict[str, tuple[torch.Size, torch.dtype]], model: ParallelModel) -> dict[str, Tensor]:
+def _empty_rng_state(stored: Entries, model: ParallelModel) -> dict[str, Tensor]:
     prefix = _rng_prefix(model)
     mine = {name.removeprefix(prefix): entry for name, entry in stored.items() if name.startswith(prefix)}
     return {kind: torch.empty(shape, dtype=dtype) for kind, (shape, dtype) in mine.items()}

@@ -30,6 +30,10 @@ _ending = threading.Lock()
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket", re.IGNORECASE)
 
 
+class AllRanksFailed(Exception):
+    """Raised by every rank alike: its message says what to blame, and no rank is named for raising it."""
+
+
 class Peers(Protocol):
     """The other ranks, once this one is in touch with them."""
 
@@ -66,6 +70,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         lines = str(error).splitlines()
         return lines[0] if len(lines) == 1 else "\n  ".join(["the recipe cannot run:", *lines])
+    if isinstance(error, AllRanksFailed):
+        return str(error)
     # torch appends its C++ stack to the message.
     text = re.split(r"\nException raised from ", str(error))[0].strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -121,7 +127,7 @@ def _end_process(error: Exception, rank: int, place: str, output_dir: str | os.P
     if os.environ.get("MESHPAR_DEBUG") == "1":
         traceback.print_exception(cause)
     about = f"{subject(rank, place, socket.gethostname(), str(progress.HERE.position()))}: "
-    if isinstance(cause, ConfigError):
+    if isinstance(cause, ConfigError | AllRanksFailed):
         report(describe(cause), exit_status(cause))
     collective = _lost_peer(error)
     if collective is None:

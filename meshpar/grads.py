@@ -112,28 +112,29 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def counted(grad: Tensor, spec: ParamSpec, mesh: Mesh) -> Iterator[Tensor]:
-    """The pieces of this rank's gradient that count in sums over the mesh: of each element, one copy does."""
-    if "dp_replicate" in mesh.dp_dims and mesh.rank("dp_replicate") > 0:
-        return
+def pieces(grad: Tensor, spec: ParamSpec, mesh: Mesh) -> Iterator[tuple[Tensor, bool]]:
+    """This rank's gradient in pieces that do or do not count in sums over the mesh: of each element, one copy does."""
     stored = list(_stored(grad, spec, mesh))
     first = [s.part.is_first_copy(mesh.rank("tp")) for _, s in stored]
-    if all(first):
-        yield local(grad)
+    replica = "dp_replicate" in mesh.dp_dims and mesh.rank("dp_replicate") > 0
+    if replica or all(first):
+        yield local(grad), not replica
         return
     for (own, s), counts in zip(stored, first, strict=True):
-        if counts:
-            yield own.narrow(spec.layout.dim or 0, s.start, s.stop - s.start)
+        yield own.narrow(spec.layout.dim or 0, s.start, s.stop - s.start), counts
 
 
-def global_norm(grads: Iterable[Tensor], mesh: Mesh) -> Tensor:
-    """2-norm over the whole mesh of the gradients that count on this rank; float32, the same on every rank."""
+def global_norm(grads: Iterable[tuple[Tensor, bool]], mesh: Mesh) -> Tensor:
+    """2-norm over the whole mesh of the gradients that count; float32, the same on every rank.
+
+    ``grads``: this rank's, and whether each counts. NaN or infinity in one that does not makes the norm NaN, too.
+    """
     grads = list(grads)
     # torch's float32 norm of a CPU tensor of 28 million elements is already off by parts in a thousand.
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float64) if grads else []
+    norms = torch._foreach_norm([g for g, _ in grads], 2, dtype=torch.float64) if grads else []
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for norm in norms:
-        total += norm**2
+    for norm, (_, counts) in zip(norms, grads, strict=True):
+        total += norm**2 * counts  # 0 x NaN and 0 x infinity are NaN
     for dim in (*reversed(mesh.dp_dims), "tp", "pp"):
         dist.all_reduce(total, group=mesh.group(dim))
     return total.sqrt().float()

@@ -93,6 +93,26 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     return value
 
 
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on each rank of ``group`` and return its value; all raise what the first rank to fail raised.
+
+    For what may fail on one rank alone: the others do not go on to wait for it.
+    """
+    if dist.get_backend() == "fake":
+        return action()
+    own: Exception | None = None
+    try:
+        value = action()
+    except Exception as error:
+        own = error
+    failures: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, None if own is None else _portable(own), group=group)
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise own if own is not None and rank == dist.get_rank(group) else failure
+    return value
+
+
 def _portable(error: Exception) -> Exception:
     """The error, or one that says the same where it cannot be sent."""
     try:

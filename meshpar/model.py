@@ -26,7 +26,7 @@ from .compiling import apply_compile
 from .config import ParallelConfig, check_model
 from .fsdp import apply_fsdp, discard_step, materialize, reshard
 from .full import FullTensors
-from .grads import GradientSums, clip_, counted, global_norm
+from .grads import GradientSums, clip_, global_norm, pieces
 from .layout import spread
 from .load import Reader, load_buffers, meta_copy, open_model
 from .loss import count_targets, cross_entropy_sum
@@ -284,13 +284,13 @@ class ParallelModel(nn.Module):
 
     def grad_norm(self) -> Tensor:
         """The global 2-norm of the gradients, a float32 scalar equal on every rank; nothing is clipped."""
-        pieces = (
-            piece
+        grads = (
+            (piece, counts and name in self._counted)
             for name, p in self.named_parameters()
-            if name in self._counted and p.grad is not None
-            for piece in counted(p.grad, self._full.specs[name], self._mesh)
+            if p.grad is not None
+            for piece, counts in pieces(p.grad, self._full.specs[name], self._mesh)
         )
-        return global_norm(pieces, self._mesh)
+        return global_norm(grads, self._mesh)
 
     # Whole tensors
 

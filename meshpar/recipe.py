@@ -119,12 +119,30 @@ class Train(Section):
 
 
 class Checkpoint(Section):
-    """Training state on disk. `every` None: only after the last step. `resume`: auto, never, or a checkpoint's path."""
+    """Training state on disk. `every` None: only after the last step. `resume`: auto, never, or a checkpoint's path.
+
+    `on_error`: what follows a save that failed, the last one of a run excepted.
+    """
 
     every: Count | None = None
     keep: Count = 2
     async_: bool = Field(True, alias="async")
     resume: str = "auto"
+    on_error: Literal["stop", "continue"] = "stop"
+
+
+class Guard(Section):
+    """What happens to a step whose loss or gradient norm is not finite, or whose loss is a spike.
+
+    A spike is a loss above `spike_factor` (None: no loss is one) x the median of the last `spike_window` good losses.
+    `max_recoveries`: skips and rollbacks of the whole run.
+    """
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    spike_factor: Annotated[float, Field(gt=1)] | None = None
+    spike_window: Count = 50
+    on_spike: Literal["warn", "stop", "skip", "rollback"] = "warn"
+    max_recoveries: Count = 10
 
 
 class Log(Section):
@@ -150,6 +168,7 @@ class Recipe(Section):
     optim: Optim
     train: Train
     checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
     log: Log = Log()
     distributed: Distributed = Distributed()
     output_dir: str
@@ -159,6 +178,9 @@ class Recipe(Section):
         steps = self.train.steps
         late = [("optim.warmup_steps", self.optim.warmup_steps), ("train.stop_at", self.train.stop_at or 0)]
         problems = [f"{key}={value} is more than train.steps={steps}." for key, value in late if value > steps]
+        for key in ("on_nonfinite", "on_spike") if self.checkpoint.every is None else ():
+            if getattr(self.guard, key) == "rollback":
+                problems.append(f"guard.{key}=rollback needs checkpoints to go back to; set checkpoint.every.")
         if problems:
             raise RecipeError(problems)
         return self

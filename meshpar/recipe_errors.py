@@ -43,6 +43,7 @@ _ELSEWHERE = {
     "bf16": "parallel.compute_dtype",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
+    "check_for_nan_in_loss_and_grad": "guard.on_nonfinite",
     "logging_steps": "log.every",
     "report_to": "log.trackers",
     "eval_steps": "train.eval_every",

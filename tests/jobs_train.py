@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from meshpar import checkpoint
+from meshpar import ParallelConfig, checkpoint, parallelize_model
 from meshpar.grads import local
 from meshpar.model import ParallelModel
 from meshpar.recipe import parse_recipe
 from meshpar.train import loop
 from meshpar.train.data import GlobalBatches, Row
+from meshpar.train.metrics import MetricsFile
 from tests import models
 from tests.jobs import make, rows_of_rank
 
@@ -56,12 +64,15 @@ def whole_state(model, optimizer) -> dict[str, dict]:
 
 
 def save_and_go_on(config: dict, changes: dict, directory: str, background: bool = False) -> dict:
-    """Three steps, a checkpoint, three more steps."""
+    """Three steps, a checkpoint, three more steps; ``background`` has an earlier save, too."""
     model = make(config, source=models.tiny_model(**changes))
     optimizer = optimizer_of(model)
-    steps(model, optimizer, 0, 3)
-    state = whole_state(model, optimizer)
     saver = checkpoint.BackgroundSaver() if background else checkpoint
+    steps(model, optimizer, 0, 2)
+    if background:
+        saver.save(directory + "-earlier", model, optimizer, {"step": 2})
+    steps(model, optimizer, 2, 1)
+    state = whole_state(model, optimizer)
     saver.save(directory, model, optimizer, {"step": 3, "seed": 7})
     after = steps(model, optimizer, 3, 3)
     if background:
@@ -133,16 +144,49 @@ def refused(config: dict, directory: str, changes: dict | None = None, one_group
 
 
 def failing_saves(config: dict, directory: str) -> list[str]:
-    """Errors of a save and of a background save to a place that cannot be written, on this rank."""
+    """What this rank hears of a save and of a background save while rank 1 may write no more than 20 kB a file."""
     model = make(config)
-    optimizer, saver, errors = optimizer_of(model), checkpoint.BackgroundSaver(), []
-    saver.save(directory, model, optimizer, {})
-    for attempt in (lambda: checkpoint.save(directory, model, optimizer, {}), saver.wait):
-        try:
-            attempt()
-        except OSError as error:
-            errors.append(type(error).__name__)
-    return errors
+    optimizer, saver, heard = optimizer_of(model), checkpoint.BackgroundSaver(), []
+    with disk_full_on(1):
+        saver.save(directory, model, optimizer, {})
+        for attempt in (saver.wait, lambda: checkpoint.save(directory, model, optimizer, {})):
+            try:
+                attempt()
+            except OSError as error:
+                heard.append(str(error))
+    return heard
+
+
+@contextmanager
+def disk_full_on(rank: int) -> Iterator[None]:
+    """On this rank no file grows beyond 20 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def unsavable_on_one_rank(config: dict, directory: str) -> str:
+    """What this rank hears of a save when rank 1's optimizer has a state that no checkpoint can hold."""
+    model = make(config)
+    optimizer = optimizer_of(model)
+    steps(model, optimizer, 0, 1)
+    if dist.get_rank() == 1:
+        optimizer.state[next(model.parameters())]["odd"] = torch.zeros(5, 7)
+    try:
+        checkpoint.save(directory, model, optimizer, {})
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def save_random(sizes: dict, directory: str) -> None:
+    """A checkpoint of a model with random weights, without an optimizer's state."""
+    model = parallelize_model(models.tiny_config(**sizes), ParallelConfig(compute_dtype="float32"))
+    checkpoint.save(directory, model, torch.optim.AdamW(model.parameters()), {"step": 0})
 
 
 def save_and_export(config: dict, changes: dict, directory: str, exported: str) -> None:
@@ -201,13 +245,14 @@ def rows_seen(directory: str, first: int, count: int, config: dict) -> list[int]
     return seen
 
 
-def ids_fed(raw: dict) -> list[tuple[int, int, str]]:
-    """Training by a recipe: this rank's dp coordinate, and rows and a hash of what each step gives the model."""
+def ids_fed(raw: dict) -> list[tuple[int, list[str]]]:
+    """Training by a recipe: this rank's dp coordinate, and a hash of each row that each step gives the model."""
     fed, forward_backward = [], ParallelModel.forward_backward
 
     def recorded(model, batch):
         ids = torch.cat([piece["input_ids"] for piece in batch])
-        fed.append((model.mesh["dp"].get_local_rank(), len(ids), hashlib.sha256(ids.numpy().tobytes()).hexdigest()))
+        rows = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in ids]
+        fed.append((model.mesh["dp"].get_local_rank(), rows))
         return forward_backward(model, batch)
 
     ParallelModel.forward_backward = recorded
@@ -216,3 +261,50 @@ def ids_fed(raw: dict) -> list[tuple[int, int, str]]:
     finally:
         ParallelModel.forward_backward = forward_backward
     return fed
+
+
+def train_with_fault(raw: dict, fault: str, step: int) -> tuple[list[str], str | None]:
+    """Training while the disk fails the save of ``step``: this rank's warnings, and what it raised."""
+    write, publish, name = checkpoint.write_pieces, checkpoint.publish, f"step-{step}"
+
+    def write_with_fault(directory, *args):
+        if not (Path(directory).stem == name and fault == "full"):
+            return write(directory, *args)
+        with disk_full_on(1):
+            return write(directory, *args)
+
+    def publish_with_fault(aside, directory, *args):
+        if directory.name == name and fault == "read-only":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(directory))
+        if directory.name == name and fault == "vanished":
+            shutil.rmtree(directory.parent)
+        if directory.name == name and fault == "lost":
+            (aside / "__1_0.distcp").unlink()
+        publish(aside, directory, *args)
+
+    checkpoint.write_pieces, checkpoint.publish = write_with_fault, publish_with_fault
+    try:
+        return train(raw), None
+    except OSError as error:
+        return [], str(error)
+    finally:
+        checkpoint.write_pieces, checkpoint.publish = write, publish
+
+
+def train_with_full_metrics(raw: dict, first: int, last: int) -> list[str]:
+    """Training while nothing can be added to metrics.jsonl from one row to another; this rank's warnings."""
+    write, full = MetricsFile.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write_with_fault(file, row):
+        limit = Path(file.name).stat().st_size if first <= row["step"] <= last else full[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, full[1]))
+        try:
+            write(file, row)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, full)
+
+    MetricsFile.write = write_with_fault
+    try:
+        return train(raw)
+    finally:
+        MetricsFile.write = write

@@ -2,8 +2,12 @@
 
 import json
 import logging
+import os
+import pickle
+import re
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +15,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from meshpar import checkpoint
+from meshpar.checkpoint_files import CheckpointError, check_contents, read_manifest, reading, remove
 from meshpar.pieces import StoredTensors
 from tests import jobs_train as jobs
+from tests.workspace import run_python
 
 ONE, DP2, TP2, PP2 = {"dp_shard": 1}, {"dp_shard": 2}, {"dp_shard": 1, "tp": 2}, {"dp_shard": 1, "pp": 2}
 DP2_TP2, PP2_TP2 = {"dp_shard": 2, "tp": 2}, {"dp_shard": 1, "pp": 2, "tp": 2}
@@ -34,6 +40,10 @@ def assert_equal_tensors(left, right):
     assert left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different
+
+
+def assert_whole(path):
+    check_contents(path, read_manifest(path)["files"])
 
 
 # (saved on, model, loaded on)
@@ -84,9 +94,11 @@ def test_what_ranks_hold_in_common_is_written_once(pool, tmp_path):
 def test_background_save_holds_the_state_of_its_step(pool, tmp_path):
     pool.run(2, jobs.save_and_go_on, DP2, {}, str(tmp_path / "now"))
     pool.run(2, jobs.save_and_go_on, DP2, {}, str(tmp_path / "later"), background=True)
-    now, later = (StoredTensors(tmp_path / name) for name in ("now", "later"))
-    assert now.entries() == later.entries()
+    now, later, earlier = (StoredTensors(tmp_path / name) for name in ("now", "later", "later-earlier"))
+    assert now.entries() == later.entries() == earlier.entries()
     assert all(torch.equal(now.read(name), later.read(name)) for name in now.entries())
+    step = next(name for name in now.entries() if name.endswith(".step"))
+    assert (earlier.read(step), later.read(step)) == (2.0, 3.0), "the second save does not write into the first"
 
 
 @pytest.mark.parametrize("config", [DP2, PP2], ids=label)
@@ -171,10 +183,31 @@ def test_a_save_replaces_leftovers_and_an_older_save_of_its_step(pool, saved, tm
     assert all(torch.equal(old.read(name), new.read(name)) for name in old.entries() if name.startswith("param."))
 
 
-def test_a_save_that_cannot_be_written_is_reported_on_every_rank(pool, tmp_path):
-    (tmp_path / "file").touch()
-    errors = pool.run(2, jobs.failing_saves, DP2, str(tmp_path / "file" / "step-1"))
-    assert errors == [["NotADirectoryError", "NotADirectoryError"]] * 2
+def test_a_save_that_one_rank_cannot_write_is_reported_on_every_rank(pool, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "step-3")
+    cause = f"could not write {tmp_path / 'step-3.tmp'}: OSError on rank 1: [Errno 27] File too large"
+    assert pool.run(2, jobs.failing_saves, DP2, str(tmp_path / "step-3")) == [[cause] * 2] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    assert_whole(tmp_path / "step-3")
+
+
+def test_a_state_that_one_rank_cannot_save_is_refused_on_every_rank(pool, tmp_path):
+    messages = pool.run(2, jobs.unsavable_on_one_rank, DP2, str(tmp_path / "step-1"))
+    assert (
+        messages
+        == ["optim.model.embed_tokens.weight.odd is neither a number in a tensor nor shaped like its parameter"] * 2
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_is_not_removed_while_it_is_read(saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / "step-3")
+    with reading(path):
+        with pytest.raises(BlockingIOError):
+            remove(path)
+        assert_whole(path)
+    remove(path)
+    assert not path.exists()
 
 
 # Refused
@@ -200,11 +233,79 @@ def test_incomplete_and_unknown_checkpoints_are_refused(saved, tmp_path):
     with pytest.raises(ValueError, match=r"no complete checkpoint: it has no meshpar\.json"):
         checkpoint.read_manifest(tmp_path)
     manifest = json.loads((saved / "meshpar.json").read_text())
-    (tmp_path / "meshpar.json").write_text(json.dumps(manifest | {"format": 2}))
-    with pytest.raises(ValueError, match="has format 2; this version reads format 1"):
+    (tmp_path / "meshpar.json").write_text(json.dumps(manifest | {"format": 1}))
+    with pytest.raises(ValueError, match="has format 1; this version reads format 2"):
         checkpoint.read_manifest(tmp_path)
-    with pytest.raises(ValueError, match="format 2"):
+    with pytest.raises(ValueError, match="format 1"):
         checkpoint.export(tmp_path, tmp_path / "out")
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def say_another_step(path):
+    text = path.read_text()
+    assert '"step": 3' in text
+    path.write_text(text.replace('"step": 3', '"step": 2'))
+
+
+DAMAGE = [
+    ("__1_0.distcp", truncate, r"__1_0\.distcp is damaged: it has \d+ bytes of the \d+ that were written"),
+    ("__0_0.distcp", Path.unlink, r"is no complete checkpoint: __0_0\.distcp is missing"),
+    ("__1_0.distcp", flip, r"__1_0\.distcp is damaged: it does not have the checksum it was written with"),
+    (".metadata", flip, r"\.metadata is damaged: it does not have the checksum it was written with"),
+    ("config.json", flip, r"config\.json is damaged: it does not have the checksum it was written with"),
+    (
+        "meshpar.json",
+        say_another_step,
+        r"meshpar\.json is damaged: its content does not have the checksum that it states",
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "message"), DAMAGE, ids=[f"{d.__name__}-{f}" for f, d, _ in DAMAGE])
+def test_a_damaged_checkpoint_is_refused_on_every_rank_before_anything_changes(
+    pool, saved, tmp_path, file, damage, message
+):
+    shutil.copytree(saved, tmp_path / "step-3")
+    damage(tmp_path / "step-3" / file)
+    messages = pool.run(2, jobs.refused, PP2, str(tmp_path / "step-3"))
+    assert messages[0] == messages[1]
+    assert re.search(message, messages[0])
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.export(tmp_path / "step-3", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class RunsCode:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def test_an_index_that_would_run_code_or_leads_elsewhere_is_refused(saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / "step-3") / ".metadata"
+    path.write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
+    with pytest.raises(
+        CheckpointError, match=r"damaged: it holds pathlib\.Path\.touch, which is no part of DCP's index"
+    ):
+        StoredTensors(path.parent)
+    assert not (tmp_path / "ran").exists()
+    index = pickle.loads((saved / ".metadata").read_bytes())
+    for stored in index.storage_data.values():
+        stored.relative_path = f"../{stored.relative_path}"
+    path.write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names '\.\./__._0\.distcp', which is outside its directory"):
+        StoredTensors(path.parent)
 
 
 # Out of a checkpoint
@@ -224,3 +325,29 @@ def test_export_in_one_process_is_what_save_pretrained_writes(pool, tmp_path, co
         assert (exported / path.name).read_bytes() == path.read_bytes()
     _, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+EXPORT = """
+import sys
+from pathlib import Path
+from transformers.models.llama import modeling_llama
+from meshpar import checkpoint
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+before = peak()
+checkpoint.export(sys.argv[1], sys.argv[2], max_shard_size=int(sys.argv[3]))
+print(peak() - before)
+"""
+
+
+def test_export_holds_one_file_and_two_tensors_at_most(pool, tmp_path):
+    sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=8192)
+    largest, shard, others = 8192 * 512 * 4, 80_000_000, 30_000_000  # bytes; others: of modules that it imports
+    pool.run(2, jobs.save_random, sizes, str(tmp_path / "step-0"))
+    done = run_python("-c", EXPORT, str(tmp_path / "step-0"), str(tmp_path / "out"), str(shard))
+    assert done.returncode == 0, done.stderr
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 3 * shard
+    assert int(done.stdout.splitlines()[-1]) < shard + 2 * largest + others

@@ -146,12 +146,18 @@ def test_expert_parallelism_is_refused_by_name(recipe_file):
         ("model.dtype=float16", 'model.dtype="float16" must be one of float32 or bfloat16.'),
         ("optim.warmup_steps=101", "optim.warmup_steps=101 is more than train.steps=100."),
         ("train.stop_at=101", "train.stop_at=101 is more than train.steps=100."),
+        ("guard.spike_factor=1", "guard.spike_factor=1 must be more than 1.0."),
         ("output_dir.x=1", "output_dir.x=1 does not fit: output_dir is a value, not a section."),
         ("steps", "steps is not of the form key.path=value."),
     ],
 )
 def test_wrong_value_is_named_with_what_is_legal(recipe_file, override, line):
     assert problems(recipe_file, override) == [line]
+
+
+def test_a_rollback_without_checkpoints_is_refused(recipe_file):
+    (line,) = problems(recipe_file, "guard.on_nonfinite=rollback", "checkpoint.every=null")
+    assert line == "guard.on_nonfinite=rollback needs checkpoints to go back to; set checkpoint.every."
 
 
 def test_parallel_settings_are_refused_under_their_path(recipe_file):

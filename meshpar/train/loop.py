@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -27,13 +28,15 @@ from ..load import skeleton_from_config
 from ..loss import count_targets, shift_labels
 from ..mesh import init_distributed, on_first_rank
 from ..model import ParallelModel, parallelize_model
+from ..nonfinite import find_nonfinite
 from ..pretrained import read_config, read_tokenizer
 from ..progress import mark
 from ..recipe import Recipe
 from ..recipe_errors import RecipeError
-from ..rng import seed_rank
+from ..rng import rng_state, seed_rank
 from .checkpoints import Checkpoints
 from .data import GlobalBatches, Row, check_vocabulary, eval_batches, load_rows, pad_token_id
+from .guard import StepFailed, StepGuard, Verdict
 from .metrics import Metrics
 from .optim import make_optimizer, make_schedule
 from .trackers import check_trackers
@@ -65,16 +68,22 @@ def run(recipe: Recipe, device: torch.device | str | None = None) -> None:
             watcher.set_started_at(job.step)
         metrics = Metrics(recipe, job.model, console, job.step, int(job.tokens.item()))
         try:
-            train(job, checkpoints, metrics)
+            stopped = train(job, checkpoints, metrics)
+        except StepFailed:
+            checkpoints.wait()  # what is being written is from before the step
+            raise
         finally:
             metrics.close()
         if job.step == recipe.train.steps:
             mark("export")
             job.model.save_pretrained(Path(recipe.output_dir) / "model")
+        checkpoints.finish()
+        if stopped and dist.get_rank() == 0:
+            print(f"meshpar: saved at step {job.step}", flush=True)
 
 
-def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> None:
-    """Step by step to the end of the recipe, to its `stop_at`, or until a signal asks a rank to stop.
+def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> bool:
+    """Step by step to the end of the recipe, to its `stop_at`, or until a signal asks a rank to stop: then True.
 
     Evaluations and checkpoints where they are due, and a checkpoint at the end.
     """
@@ -86,31 +95,32 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> None:
         metrics.evaluation(0, job.evaluate())
     while job.step < last and not stopped:
         metrics.start_step()
-        loss, grad_norm, lr = job.train_step()
+        loss, grad_norm, lr, verdict = job.train_step()
+        if verdict.action == "rollback":
+            _go_back(job, checkpoints, metrics, verdict)
+            continue
         metrics.end_step(job.step, loss, grad_norm, lr, job.tokens)
-        stopped = job.step < last and _told_to_stop()
+        if verdict.reason:
+            metrics.event(job.step, verdict.action, verdict.reason)
+        stopped = verdict.stop and job.step < last
         if job.eval_rows and not stopped and (_is_due(job.step, steps.eval_every) or job.step == steps.steps):
             metrics.evaluation(job.step, job.evaluate())
-            stopped = job.step < last and _told_to_stop()
         if _is_due(job.step, every) or job.step == last or stopped:
             mark("save")
-            checkpoints.save(job.model, job.optimizer, job.state())
+            checkpoints.save(job.model, job.optimizer, job.state(), is_last=job.step == last or stopped)
+        checkpoints.poll()
     mark("save")
     checkpoints.wait()
-    if stopped and dist.get_rank() == 0:
-        print(f"meshpar: saved at step {job.step}", flush=True)
+    return stopped
 
 
-def _told_to_stop() -> bool:
-    """Whether a signal has asked any rank to stop; all ranks hear of it after the same step.
-
-    A collective of its own, on the CPU: the step's own are on the device, and reading one of their results would keep
-    the CPU from running ahead.
-    """
-    watcher = watch.current()
-    told = torch.tensor(int(watcher is not None and watcher.stop_requested))
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return bool(told)
+def _go_back(job: Job, checkpoints: Checkpoints, metrics: Metrics, verdict: Verdict) -> None:
+    state = checkpoints.roll_back(job.model, job.optimizer)
+    if state is None:
+        raise StepFailed(f"{verdict.reason}; there is no checkpoint yet to go back to")
+    job.go_back_to(state)
+    metrics.go_back(job.step, int(job.tokens.item()))
+    metrics.event(job.step, verdict.action, verdict.reason)
 
 
 def _is_due(step: int, every: int | None) -> bool:
@@ -128,6 +138,7 @@ class Job:
     batches: GlobalBatches
     eval_rows: list[Row]
     rows_per_call: int
+    guard: StepGuard
     step: int
     tokens: Tensor
 
@@ -148,24 +159,35 @@ class Job:
         seed_rank(recipe.train.seed, 0, model._mesh)
         rows_per_call = (config.microbatches or 1) * recipe.batch.micro_size
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        return cls(recipe, model, optimizer, schedule, batches, eval_rows, rows_per_call, 0, zero)
+        guard = StepGuard(recipe.guard)
+        return cls(recipe, model, optimizer, schedule, batches, eval_rows, rows_per_call, guard, 0, zero)
 
-    def train_step(self) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step on the next global batch: its loss, gradient norm before clipping, and learning rate."""
+    def train_step(self) -> tuple[Tensor, Tensor, float, Verdict]:
+        """One step on the next global batch: loss, gradient norm before clipping, learning rate, what the guard says.
+
+        Where the guard has the step skipped or wants to go back, weights and optimizer are as they were.
+        """
         mark("data", self.step + 1)
+        random = rng_state(self.tokens.device)
         rows = self.batches.next(*self._dp())
+        batch = self._cut(rows)
         mark("forward")
-        loss = self.model.forward_backward(self._cut(rows))
+        loss = self.model.forward_backward(batch)
         mark("optimizer")
         max_norm = self.recipe.optim.max_grad_norm
         grad_norm = self.model.grad_norm() if max_norm is None else self.model.clip_grad_norm_(max_norm)
         lr = self.schedule.get_last_lr()[0]
-        self.optimizer.step()
+        find = partial(find_nonfinite, self.model, batch, random)
+        watcher = watch.current()
+        stop = watcher is not None and watcher.stop_requested
+        verdict = self.guard.judge(self.step + 1, loss, grad_norm, find, stop)
+        if verdict.updates:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
         self.step += 1
         self.tokens += self._over_dp(rows.get("attention_mask", torch.ones_like(rows["input_ids"])).sum())
-        return loss, grad_norm, lr
+        return loss, grad_norm, lr, verdict
 
     def evaluate(self) -> float:
         """The mean token loss over the evaluation rows, whatever the mesh: each counted token weighs the same."""
@@ -187,6 +209,7 @@ class Job:
             "seed": self.recipe.train.seed,
             "schedule": self.schedule.state_dict(),
             "data": self.batches.state_dict(),
+            "guard": self.guard.state_dict(),
             "recipe": self.recipe.model_dump(mode="json", by_alias=True),
             "versions": {name: version(name) for name in ("meshpar", "torch", "transformers")},
         }
@@ -200,6 +223,13 @@ class Job:
         self.tokens.fill_(state["tokens"])
         self.schedule.load_state_dict(state["schedule"])
         self.batches.load_state_dict(state["data"])
+        self.guard.load_state_dict(state.get("guard", {}))  # checkpoints of earlier versions have none
+
+    def go_back_to(self, state: Mapping[str, Any]) -> None:
+        """As `load_state`, but on the rows that come next now: the batch that went wrong is not met again."""
+        place = self.batches.state_dict()
+        self.load_state(state)
+        self.batches.load_state_dict(place)
 
     def _dp(self) -> tuple[int, int]:
         return self.model._mesh.rank("dp"), self.model._mesh.size("dp")

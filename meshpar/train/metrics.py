@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from ..flops import flops_per_token
+from ..mesh import on_first_rank
 from ..model import ParallelModel
 from ..recipe import Recipe
 from .trackers import start_trackers
+
+log = logging.getLogger("meshpar")
 
 # Dense bfloat16 FLOP/s by the device's name, from the vendor's data sheets; the first part that fits counts.
 PEAK_FLOPS = {
@@ -54,7 +59,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Metrics:
-    """Times steps and reports them: every rank calls it, rank 0 writes. ``step`` and ``tokens`` are done already."""
+    """Times steps and reports them: every rank calls it, rank 0 writes. ``step`` and ``tokens`` are done already.
+
+    An output that fails, a full disk or a tracker's server, is warned of once; training goes on, and so does the output
+    when it works again.
+    """
 
     def __init__(self, recipe: Recipe, model: ParallelModel, console: Console, step: int, tokens: int) -> None:
         self._device, self._every = model._mesh.device, recipe.log.every
@@ -62,11 +71,14 @@ class Metrics:
         self._peak = peak_flops(self._device, recipe.parallel.compute_dtype)
         self._tokens, self._steps, self._seconds = tokens, 0, 0.0  # at the last row; since the last row
         self._outputs: list[Any] = []
-        if dist.get_rank() == 0:
-            out = Path(recipe.output_dir)
-            trackers = start_trackers(recipe.log.trackers, out, recipe.model_dump(mode="json", by_alias=True))
-            bar = ProgressBar(console, step, recipe.train.steps)
-            self._outputs = [MetricsFile(out / "metrics.jsonl", step), bar, *map(_Tracker, trackers)]
+        self._failed: set[Any] = set()
+        on_first_rank(lambda: self._open(recipe, console, step))
+
+    def _open(self, recipe: Recipe, console: Console, step: int) -> None:
+        out = Path(recipe.output_dir)
+        trackers = start_trackers(recipe.log.trackers, out, recipe.model_dump(mode="json", by_alias=True))
+        bar = ProgressBar(console, step, recipe.train.steps)
+        self._outputs = [MetricsFile(out / "metrics.jsonl", step), bar, *map(_Tracker, trackers)]
 
     def start_step(self) -> None:
         """The clock runs from here to `end_step`: evaluations and checkpoints do not count."""
@@ -85,10 +97,20 @@ class Metrics:
         """Report an evaluation."""
         self._report({"step": step, "eval_loss": loss})
 
+    def event(self, step: int, event: str, reason: str) -> None:
+        """Report what the numbers alone do not tell."""
+        self._report({"step": step, "event": event, "reason": reason})
+
+    def go_back(self, step: int, tokens: int) -> None:
+        """The run goes on from an earlier step: rows of later ones are dropped."""
+        self._tokens, self._steps, self._seconds = tokens, 0, 0.0
+        if self._outputs:
+            self._try(self._outputs[0], lambda: self._outputs[0].go_back(step))
+
     def close(self) -> None:
         """Finish the bar, the file and the trackers."""
         for output in self._outputs:
-            output.close()
+            self._try(output, output.close)
 
     def _speed(self, tokens: int) -> dict[str, Any]:
         peak = torch.tensor(peak_memory_bytes(self._device), device=self._device)
@@ -107,26 +129,51 @@ class Metrics:
 
     def _report(self, row: dict[str, Any]) -> None:
         for output in self._outputs:
-            output.write(row)
+            self._try(output, lambda output=output: output.write(row))
+
+    def _try(self, output: Any, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # a tracker may raise anything, and only this rank has it
+            if output not in self._failed:
+                log.warning("%s failed, and training goes on: %s: %s", output.name, type(error).__name__, error)
+            self._failed.add(output)
+        else:
+            self._failed.discard(output)
 
 
 class MetricsFile:
     """One JSON object a line. Rows that a run which got further than ``step`` has left are dropped first."""
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = [line for line in _lines(path) if _step_of(line) <= step] if step else []
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(kept), encoding="utf-8")
-        os.replace(aside, path)
-        self._file = path.open("a", encoding="utf-8")
+        self.name, self._path = str(path), path
+        self._file = _open_after(path, step)
+
+    def go_back(self, step: int) -> None:
+        """Drop the rows of steps after ``step``."""
+        self._file.close()
+        self._file = _open_after(self._path, step)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row; it is in the file when this returns."""
-        self._file.write(json.dumps(row) + "\n")
+        """Append a row; it is in the file when this returns. What it raises for is written with the next one."""
+        self._file.write(json.dumps({key: _or_null(value) for key, value in row.items()}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _open_after(path: Path, step: int) -> TextIO:
+    kept = [line for line in _lines(path) if _step_of(line) <= step] if step else []
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)
+    return path.open("a", encoding="utf-8")
+
+
+def _or_null(value: object) -> object:
+    """JSON has neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(path: Path) -> list[str]:
@@ -144,14 +191,16 @@ class ProgressBar:
     """Step, loss, gradient norm and tokens a second; on what is no terminal, a line for each reported step."""
 
     def __init__(self, console: Console, step: int, steps: int) -> None:
-        self._steps = steps
+        self.name, self._steps = "the progress bar", steps
         columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=steps, completed=step)
         self._bar.start()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Show a row."""
+        """Show a row; of an event the log has told."""
+        if "event" in row:
+            return
         text = _in_words(row)
         if self._bar.disable:
             print(f"step {row['step']}/{self._steps}  {text}", flush=True)
@@ -173,11 +222,12 @@ def _in_words(row: dict[str, Any]) -> str:
 
 class _Tracker:
     def __init__(self, tracker: Any) -> None:
-        self._tracker = tracker
+        self.name, self._tracker = f"the tracker {tracker.name}", tracker
 
     def write(self, row: dict[str, Any]) -> None:
-        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
-        self._tracker.log(numbers, step=row["step"])
+        numbers = {key: value for key, value in row.items() if key != "step" and isinstance(value, int | float)}
+        if numbers:
+            self._tracker.log(numbers, step=row["step"])
 
     def close(self) -> None:
         self._tracker.finish()

@@ -1,0 +1,122 @@
+"""Runs whose disk fails them: damaged checkpoints are passed over, and a save that fails costs no older one."""
+
+import re
+import shutil
+
+import pytest
+
+from meshpar.checkpoint_files import reading
+from tests import jobs_train as jobs
+from tests.test_checkpoint import assert_whole, flip, truncate
+from tests.test_train import DP2, PP2, checkpoints, metrics, numbers, train
+from tests.workspace import recipe
+
+
+@pytest.fixture(scope="module")
+def whole(pool, no_dropout, tmp_path_factory):
+    """A whole run with the checkpoints of steps 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("whole")
+    train(pool, recipe(no_dropout, out, DP2, checkpoint__every=2, checkpoint__keep=3))
+    return out
+
+
+def remove_manifest(path):
+    path.with_name("meshpar.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [(truncate, "__1_0.distcp is damaged: it has"), (remove_manifest, "it has no meshpar.json"), (flip, "checksum")],
+    ids=["truncated", "missing", "flipped"],
+)
+def test_resume_passes_over_damaged_checkpoints_and_says_so(pool, no_dropout, whole, tmp_path, damage, what):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for step in (4, 6):
+        damage(run / "checkpoints" / f"step-{step}" / "__1_0.distcp")
+    (run / "checkpoints" / "step-3.tmp").mkdir()
+    warnings = train(pool, recipe(no_dropout, run, DP2, checkpoint__every=2))
+    for step, warning in zip((6, 4), warnings[0], strict=False):
+        assert f"step-{step}" in warning
+        assert what in warning
+        assert warning.endswith("; skipped")
+    assert warnings[1] == []
+    assert numbers(run) == numbers(whole)
+    assert {name for name in checkpoints(run) if "superseded" not in name} == {"step-4", "step-6"}
+    assert_whole(run / "checkpoints" / "step-4")
+
+
+def test_resume_from_a_damaged_path_is_refused(pool, no_dropout, whole, tmp_path):
+    source = shutil.copytree(whole / "checkpoints" / "step-4", tmp_path / "step-4")
+    flip(source / "__0_0.distcp")
+    message = rf"ConfigError: checkpoint\.resume={source} cannot be used: {source}/__0_0\.distcp is damaged: .*checksum"
+    with pytest.raises(AssertionError, match=message):
+        train(pool, recipe(no_dropout, tmp_path / "run", DP2, checkpoint__resume=str(source)))
+
+
+CAUSES = {
+    "full": r"could not write .*/step-3\.tmp: OSError on rank 1: \[Errno 27\] File too large",
+    "read-only": r"\[Errno 30\] Read-only file system: '.*/step-3'",
+    "vanished": r"FileNotFoundError: \[Errno 2\] No such file or directory: '.*/step-3\.tmp/config\.json'",
+    "lost": r"step-3\.tmp is no complete checkpoint: __1_0\.distcp is missing: something else changed it",
+}
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+@pytest.mark.parametrize("fault", CAUSES)
+def test_a_failed_save_stops_training_or_not_and_names_what_is_left(
+    pool, no_dropout, tmp_path, fault, on_error, background
+):
+    changes = {"checkpoint__every": 1, "checkpoint__async": background, "checkpoint__on_error": on_error}
+    raw = recipe(no_dropout, tmp_path, PP2, **changes, train__steps=5)
+    (warnings, error), (_, error_there) = pool.run(2, jobs.train_with_fault, raw, fault, 3)
+    goes_on = on_error == "continue"
+    left = "there is no whole checkpoint" if fault == "vanished" else "the newest whole checkpoint is .*/step-2"
+    then = "training goes on" if goes_on else "training stops"
+    assert error == error_there
+    assert (error is None) == goes_on
+    assert re.search(
+        rf"^step 3 could not be saved; {then}; {left}; the cause is .*{CAUSES[fault]}",
+        warnings[0] if goes_on else error,
+    )
+    steps = [row["step"] for row in metrics(tmp_path)]
+    if goes_on:
+        assert steps == [1, 2, 3, 4, 5]
+        assert checkpoints(tmp_path) == ["step-4", "step-5"]
+    else:
+        assert steps in ([1, 2, 3], [1, 2, 3, 4] if background else [])
+        kept = [] if fault == "vanished" else ["step-1", "step-2"]
+        assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*")) == kept
+    for path in (tmp_path / "checkpoints").glob("step-?"):
+        assert_whole(path)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_when_the_last_save_fails_the_model_is_written_and_the_run_fails(pool, no_dropout, tmp_path, on_error):
+    raw = recipe(no_dropout, tmp_path, PP2, train__steps=2, checkpoint__async=True, checkpoint__on_error=on_error)
+    (_, error), _ = pool.run(2, jobs.train_with_fault, raw, "full", 2)
+    assert error.startswith("step 2 could not be saved; it was the last; there is no whole checkpoint; the cause is ")
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    train(pool, recipe(no_dropout, tmp_path, PP2, train__steps=2))
+    assert checkpoints(tmp_path) == ["step-2"]
+
+
+def test_old_checkpoints_go_when_a_newer_one_is_complete_but_not_what_is_read(pool, no_dropout, whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole / "checkpoints" / "step-2", run / "checkpoints" / "step-2")
+    changes = {"checkpoint__every": 1, "checkpoint__keep": 1}
+    with reading(run / "checkpoints" / "step-2"):
+        train(pool, recipe(no_dropout, run, DP2, train__stop_at=4, **changes))
+        assert checkpoints(run) == ["step-2", "step-4"]
+        assert_whole(run / "checkpoints" / "step-2")
+    train(pool, recipe(no_dropout, run, DP2, **changes))
+    assert checkpoints(run) == ["step-6"]
+
+
+def test_training_goes_on_while_metrics_cannot_be_written(pool, no_dropout, tmp_path):
+    warnings, _ = pool.run(2, jobs.train_with_full_metrics, recipe(no_dropout, tmp_path, PP2), 2, 4)
+    assert warnings == [
+        f"{tmp_path / 'metrics.jsonl'} failed, and training goes on: OSError: [Errno 27] File too large",
+    ]
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
