@@ -118,7 +118,7 @@ def test_second_signal_ends_at_once(workspace, tmp_path):
     status, messages, _ = run.end()
     assert status == 1, "torchrun's own"
     assert messages == [f"meshpar: a second SIGTERM ended the run at step {run.steps()[-1]} in save"]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(
