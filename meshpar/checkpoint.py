@@ -27,7 +27,7 @@ from transformers import GenerationConfig
 from .checkpoint_files import UNFINISHED, CheckpointError, check_contents, make_empty, publish, read_manifest, reading
 from .config import MESH_SIZES
 from .load import skeleton_from_config
-from .mesh import DEFAULT_TIMEOUT, on_every_rank, on_first_rank
+from .mesh import DEFAULT_TIMEOUT, default_device, on_every_rank, on_first_rank
 from .model import ParallelModel
 from .optimizer_state import NamedOptimizer
 from .pieces import Piece, StoredTensors, parameter_piece, read_pieces, whole_piece, write_pieces
@@ -142,7 +142,7 @@ class BackgroundSaver:
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         # Its collectives run beside training's, so they need a group of their own.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", _use_device, (default_device(),))
         self._writing: Future[None] | None = None
         self._memory: dict[str, Piece] = {}
 
@@ -173,6 +173,12 @@ class BackgroundSaver:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return self._memory
+
+
+def _use_device(device: torch.device) -> None:
+    """A new thread's CUDA device is the first one, where DCP would make every rank a context."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 # What is saved

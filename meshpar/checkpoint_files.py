@@ -51,6 +51,11 @@ class ChecksumFile(io.BufferedWriter):
         self.size, self.crc = self.size + count, zlib.crc32(data, self.crc)
         return count
 
+    def fileno(self) -> int:
+        """For fsync, which DCP calls without a flush."""
+        self.flush()
+        return super().fileno()
+
     def entry(self) -> FileEntry:
         """What the manifest says of the file."""
         return {"bytes": self.size, "crc32": f"{self.crc:08x}"}
@@ -80,6 +85,7 @@ def publish(
     _flush_list(aside)
     if directory.exists():
         replaced = directory.with_name(f"{directory.name}.replaced{UNFINISHED}")
+        shutil.rmtree(replaced, ignore_errors=True)
         os.replace(directory, replaced)
         os.replace(aside, directory)
         shutil.rmtree(replaced)
@@ -112,7 +118,11 @@ def check_contents(directory: Path, files: Mapping[str, FileEntry], part: int = 
     """Read this part of the files, of similar size each, and raise CheckpointError for one with another checksum."""
     by_size = sorted(files, key=lambda name: files[name]["bytes"], reverse=True)
     for name in by_size[part::parts]:
-        if _crc_on_disk(directory / name) != files[name]["crc32"]:
+        try:
+            crc = _crc_on_disk(directory / name)
+        except OSError as error:
+            raise CheckpointError(f"{directory / name} cannot be read: {error}") from None
+        if crc != files[name]["crc32"]:
             raise CheckpointError(f"{directory / name} is damaged: it does not have the checksum it was written with")
 
 

@@ -39,12 +39,15 @@ def train(args: argparse.Namespace) -> int:
     """Train from a recipe: as a worker under torchrun, else by starting the workers."""
 
     def run(recipe: Recipe) -> int:
+        import torch
+
         from . import watch
         from .mesh import init_distributed
         from .train.loop import run as run_training
 
         timeout = recipe.distributed.timeout_seconds
-        init_distributed(timeout=timeout)
+        # nccl's own watchdog aborts its process at the timeout: the watch, which says why, comes first.
+        init_distributed(timeout=timeout + (60 if torch.cuda.is_available() else 0))
         watcher = watch.begin(recipe.parallel_config(int(os.environ["WORLD_SIZE"])), timeout)
         run_training(recipe)
         watcher.close()

@@ -109,15 +109,17 @@ def report(message: str, status: int) -> NoReturn:
 def end_process(message: str, status: int, tell: bool = False) -> NoReturn:
     """Print ``message``, unless another rank of this machine has said why, and end at once; ``tell`` the others."""
     _ending.acquire()  # for good: of two threads that end the process, one finishes what it says
-    if message and _first_to_report(status):
-        print(f"meshpar: {message}", file=sys.stderr, flush=True)
-        _tell_torchrun(f"meshpar: {message}")
-    if tell and peers is not None:
-        peers.tell(message, status)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: threads and process groups that wait for a peer would keep this process, and so all of them, alive.
-    os._exit(status)
+    try:
+        if tell and peers is not None:
+            peers.tell(message, status)
+        if message and _first_to_report(status):
+            print(f"meshpar: {message}", file=sys.stderr, flush=True)
+            _tell_torchrun(f"meshpar: {message}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # a full disk, or a closed terminal, too
+        # Not sys.exit: threads and process groups that wait for a peer would keep this process, and all of them, alive.
+        os._exit(status)
 
 
 def _end_process(error: Exception, rank: int, place: str, output_dir: str | os.PathLike[str] | None) -> NoReturn:

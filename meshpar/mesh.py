@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .config import ParallelConfig
 
 T = TypeVar("T")
+_start = 0
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
@@ -55,12 +57,31 @@ def _store_of_this_start(timeout: timedelta) -> dict[str, Any]:
 
     torch 2.13 uses one store for all of them, and gloo then finds the addresses of processes that are gone.
     """
+    global _start
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    start = dist.PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    return {"store": start, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    _start = _number_of_this_start(store, rank)
+    return {"store": dist.PrefixStore(f"start-{_start}", store), "rank": rank, "world_size": world_size}
+
+
+def _number_of_this_start(store: dist.Store, rank: int) -> int:
+    """The same on every rank: TORCHELASTIC_RESTART_COUNT is each machine's own, which may restart uncounted."""
+    if rank == 0:
+        return store.add("starts", 1)
+    while True:
+        store.wait(["starts"])
+        number = int(store.get("starts"))
+        if store.add(f"joined/{number}/{rank}", 1) == 1:
+            return number
+        time.sleep(0.1)  # an earlier start's: rank 0 is not there yet
+
+
+def this_start() -> int:
+    """Counts torchrun's starts of the workers, this one included; 0 without torchrun."""
+    return _start
 
 
 def world_timeout() -> timedelta:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from . import failure, progress
 from .config import ParallelConfig
 from .failure import FAILED
+from .mesh import this_start
 from .progress import HERE
 
 T = TypeVar("T")
@@ -30,7 +32,7 @@ class Board:
     def __init__(self, timeout_seconds: float) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._run = PrefixStore("meshpar", TCPStore(address, port, is_master=False, wait_for_workers=False))
-        self._attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), self._run)
+        self._attempt = PrefixStore(str(this_start()), self._run)
         self._timeout, self.lost = timedelta(seconds=timeout_seconds), False
 
     def get(self, key: str, run: bool = False) -> str | None:
@@ -174,9 +176,12 @@ def activity() -> tuple[str, bool]:
         if module.startswith("torch.distributed"):
             return pending_collective() or code.co_name, True
         if module.partition(".")[0] != "torch":
-            waits = module == "meshpar.comm"  # it calls torch's functional collectives itself
             text = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
-            return (waits and pending_collective()) or text, waits
+            if module == "meshpar.comm":  # it calls torch's functional collectives itself
+                return pending_collective() or text, True
+            # On CUDA the host waits for the device anywhere, and the device for its peers.
+            pending = pending_collective() if torch.cuda.is_available() else None
+            return pending or text, pending is not None
         frame = frame.f_back
     return "", False
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -34,7 +34,7 @@ from ..progress import mark
 from ..recipe import Recipe
 from ..recipe_errors import RecipeError
 from ..rng import rng_state, seed_rank
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, SaveFailed
 from .data import GlobalBatches, Row, check_vocabulary, eval_batches, load_rows, pad_token_id
 from .guard import StepFailed, StepGuard, Verdict
 from .metrics import Metrics
@@ -70,7 +70,9 @@ def run(recipe: Recipe, device: torch.device | str | None = None) -> None:
         try:
             stopped = train(job, checkpoints, metrics)
         except StepFailed:
-            checkpoints.wait()  # what is being written is from before the step
+            mark("save")
+            with suppress(SaveFailed):  # it has warned, and the step is what the run ends with
+                checkpoints.wait()  # what is being written is from before the step
             raise
         finally:
             metrics.close()
@@ -108,6 +110,7 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> bool:
         if _is_due(job.step, every) or job.step == last or stopped:
             mark("save")
             checkpoints.save(job.model, job.optimizer, job.state(), is_last=job.step == last or stopped)
+        mark("save")
         checkpoints.poll()
     mark("save")
     checkpoints.wait()
@@ -115,6 +118,7 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> bool:
 
 
 def _go_back(job: Job, checkpoints: Checkpoints, metrics: Metrics, verdict: Verdict) -> None:
+    mark("load")
     state = checkpoints.roll_back(job.model, job.optimizer)
     if state is None:
         raise StepFailed(f"{verdict.reason}; there is no checkpoint yet to go back to")
