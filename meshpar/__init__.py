@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .model import ParallelModel, parallelize_model
     from .nonfinite import find_nonfinite
     from .parity import VerifyReport, verify
+    from .planner.job import plan
 
 _HOME = {
     "ParallelConfig": "config",
@@ -17,6 +18,7 @@ _HOME = {
     "find_nonfinite": "nonfinite",
     "init_distributed": "mesh",
     "parallelize_model": "model",
+    "plan": "planner.job",
     "verify": "parity",
 }
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "find_nonfinite",
     "init_distributed",
     "parallelize_model",
+    "plan",
     "verify",
 ]
 

@@ -78,9 +78,9 @@ class _Keep(TorchDispatchMode):
 
     def _forget_written(self, args: tuple) -> None:
         """A result that the layer then changes in place (OLMo clamps its projections) must be computed again."""
-        written = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+        written = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
         for i, tensor in enumerate(self.kept):
-            if tensor is not None and tensor.untyped_storage().data_ptr() in written:
+            if tensor is not None and tensor.untyped_storage()._cdata in written:
                 self.kept[i] = None
 
 

@@ -71,7 +71,7 @@ def show(args: argparse.Namespace) -> int:
     """Print the resolved plan of a model; no weights are loaded."""
     names = ("pp", "dp_replicate", "dp_shard", "tp", "sequence_parallel", "schedule", "virtual_stages", "stage_layers")
     config = ParallelConfig(**{name: getattr(args, name) for name in names})
-    from .plan import show as show_plan
+    from .tp_plan import show as show_plan
 
     print(show_plan(args.model, config, args.trust_remote_code))
     return 0
@@ -87,6 +87,13 @@ def families(args: argparse.Namespace) -> int:
         raise ConfigError(f"{unknown[0]} is no causal model type of transformers that meshpar knows.")
     print(as_text({name: family for name, family in table.items() if not args.types or name in args.types}))
     return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Forecast memory, communication, bubble and time of a mesh, or search for the fastest one; nothing is run."""
+    from .planner.command import run
+
+    return run(args)
 
 
 def export(args: argparse.Namespace) -> int:
@@ -242,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
         job.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
         job.add_argument("overrides", metavar="key=value", nargs="*", help="e.g. parallel.tp=2 optim.lr=1e-5")
     _add_show(_command(commands, "show", show))
+    _add_plan(_command(commands, "plan", plan))
     _command(commands, "families", families).add_argument(
         "types", metavar="TYPE", nargs="*", help="model types, e.g. llama; all of them unless given"
     )
@@ -267,6 +275,25 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="1F1B", metavar="NAME")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--stage-layers", type=int, nargs="+", metavar="N", help="decoder layers of each stage")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("subject", metavar="RECIPE_OR_MODEL", help="a recipe's file or name, a directory or a hub id")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="of the recipe, e.g. data.seq_len=4096")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="how many devices there are")
+    parser.add_argument("--device", metavar="NAME", help="e.g. h100-80gb; with --calibrate, the one of this machine")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default 8")
+    parser.add_argument("--across", metavar="LINK", help="what joins nodes; default infiniband-ndr")
+    parser.add_argument("--search", action="store_true", help="rank every legal setting; what is given below is fixed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write a recipe with the mesh, or the best one")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: a .html or .png file")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a trace.json, drawn beside the forecast")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine, in place of data sheets")
+    for option in ("pp", "dp-replicate", "dp-shard", "tp", "virtual-stages", "micro-size", "seq-len", "global-size"):
+        parser.add_argument(f"--{option}", type=int, metavar="N")
+    parser.add_argument("--schedule", metavar="NAME")
+    parser.add_argument("--activation-checkpoint", metavar="MODE")
 
 
 def _add_recipes(parser: argparse.ArgumentParser) -> None:

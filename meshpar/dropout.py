@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .plan import Plan
+from .tp_plan import Plan
 
 if TYPE_CHECKING:
     from .styles import TensorParallel

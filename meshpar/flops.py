@@ -38,18 +38,18 @@ def flops_per_token(shapes: Mapping[str, Sequence[int]], config: PreTrainedConfi
     """
     text = config.get_text_config()
     weights = sum(matrix_costs(shapes, config).values())
-    width = _number(text, "hidden_size") or 0
+    width = setting(text, "hidden_size") or 0
     if not getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)):
-        weights -= (_number(text, "vocab_size") or 0) * width
-    heads = _number(text, "num_attention_heads") or 0
-    head_dim = _number(text, "head_dim") or (width // heads if heads else 0)
-    latent = [_number(text, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        weights -= (setting(text, "vocab_size") or 0) * width
+    heads = setting(text, "num_attention_heads") or 0
+    head_dim = setting(text, "head_dim") or (width // heads if heads else 0)
+    latent = [setting(text, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     qk, v = (latent[0] + latent[1], latent[2]) if None not in latent else (head_dim, head_dim)
-    return round(6 * weights + 6 * (_number(text, "num_hidden_layers") or 0) * heads * (qk + v) / 2 * seq_len)
+    return round(6 * weights + 6 * (setting(text, "num_hidden_layers") or 0) * heads * (qk + v) / 2 * seq_len)
 
 
-def _number(config: Any, name: str) -> int | None:
-    """A setting, or None where a config has none, or one for each layer."""
+def setting(config: Any, name: str) -> int | None:
+    """A whole number that a config has, or None where it has none, or one for each layer."""
     try:
         value = getattr(config, name, None)
     except Exception:  # a config with a value for each layer refuses to give one
@@ -58,5 +58,5 @@ def _number(config: Any, name: str) -> int | None:
 
 
 def _first(config: Any, names: Sequence[str]) -> int | None:
-    found = (_number(config, name) for name in names)
+    found = (setting(config, name) for name in names)
     return next((n for n in found if n), None)

@@ -136,11 +136,18 @@ class NoData(TorchDispatchMode):
             return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
         if func is _aten.equal.default:
             return False
-        if func is _aten._grouped_mm.default and args[0].ndim == 2 and args[1].ndim == 3:
-            return args[0].new_empty((args[0].shape[0], args[1].shape[2]))  # torch's own shape rule takes bfloat16 only
+        if func is _aten._grouped_mm.default:  # torch's own shape rule takes bfloat16 only
+            return _grouped_product(*args, **kwargs)
         if func in _INDEXING:
             args = (args[0], _nothing_found(args[1]), *args[2:])
         return func(*args, **kwargs)
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: object) -> Tensor:
+    """A product for each group: of rows with its matrix, or of its columns with its rows."""
+    if a.ndim == b.ndim == 2:
+        return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
 def _nothing_found(indices: list[Tensor | None]) -> list[Tensor | None]:

@@ -14,7 +14,7 @@ from .anatomy import Anatomy, dissect
 from .flow import Flow
 from .grads import local
 from .mesh import Mesh
-from .split import StageRange, shared_names
+from .split import StageRange, shared_names, stage_of
 from .styles import ParamSpec
 
 
@@ -84,11 +84,7 @@ class FullTensors:
         return set().union(*everyone)
 
     def _owner(self, name: str) -> int:
-        index = self.anatomy.layer_index(name)
-        if index is not None:
-            return self.stage_ranks[next(r.index for r in self.ranges if r.start <= index < r.stop)]
-        after = any(name.startswith(m + ".") for m in self.flow.after)
-        return self.stage_ranks[-1 if after else 0]
+        return self.stage_ranks[stage_of(name, self.anatomy, self.flow, self.ranges)]
 
     def _gather_stage(self, value: Tensor, spec: ParamSpec) -> Tensor | None:
         """The tensor in Hugging Face's shape on the first dp and tp rank of a stage, None on its others."""

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.utils.checkpoint import GraphExecGroup
 
+from .actions import timed
 from .batch import Batch
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow
@@ -55,25 +56,27 @@ class StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Marks what it does: between its chunks a schedule sends and receives.
+    """Marks and times what it does: between its chunks a schedule sends and receives.
 
     Computes a checkpointed layer again once for all of its weights, which a zero-bubble schedule takes in turn.
     """
 
-    def forward_one_chunk(self, *args, **kwargs):
+    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         mark("forward")
-        output = super().forward_one_chunk(*args, **kwargs)
+        with timed("F", self.stage_index, fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         mark("p2p")
         return output
 
-    def backward_one_chunk(self, *args, **kwargs) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args, full_backward: bool = True, **kwargs) -> None:
         mark("backward")
-        super().backward_one_chunk(*args, **kwargs)
+        with timed("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
         mark("p2p")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         mark("backward")
-        with GraphExecGroup():
+        with timed("W", self.stage_index, bwd_chunk_id), GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         mark("p2p")
 
@@ -156,9 +159,11 @@ class Pipeline:
                     reshard_layers(layers, True)
                 self.runner.set_requires_all_reduce(last)  # between replicas
             mark("forward")
-            loss = self._forward(piece)
+            with timed("F", 0, i):
+                loss = self._forward(piece)
             mark("backward")
-            loss.backward()
+            with timed("B", 0, i):
+                loss.backward()
             total += loss.detach().sum()
         if not scatter:
             reduce_gradients(self.runner)

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from .flow import NoData
 from .load import meta_copy
-from .plan import Plan
 from .styles import TensorParallel, map_hidden
+from .tp_plan import Plan
 
 
 def check_shapes(model: PreTrainedModel, unmodified: PreTrainedModel, plan: Plan, tp: TensorParallel) -> None:

@@ -146,10 +146,11 @@ class Guard(Section):
 
 
 class Log(Section):
-    """Steps between logged rows, and where the rows go."""
+    """Steps between logged rows, where the rows go, and whether one step's actions are timed."""
 
     every: Count = 1
     trackers: list[Tracker] = ["jsonl"]
+    trace: bool = False
 
 
 class Distributed(Section):

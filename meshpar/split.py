@@ -121,6 +121,14 @@ def _reason(flow: Flow) -> str:
     return max(reasons, key=reasons.count)
 
 
+def stage_of(name: str, anatomy: Anatomy, flow: Flow, ranges: list[StageRange]) -> int:
+    """The stage that runs the module of parameter ``name``."""
+    index = anatomy.layer_index(name)
+    if index is not None:
+        return next(r.index for r in ranges if r.start <= index < r.stop)
+    return len(ranges) - 1 if any(name.startswith(f"{m}.") for m in flow.after) else 0
+
+
 def stages_of_rank(config: ParallelConfig, pp_rank: int) -> list[int]:
     """Stage indices on a pp rank: every pp-th one, or both arms of a V where the schedule is one."""
     if config.pp == 1:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from .layout import Layout
 from .model import ParallelModel
-from .plan import Plan
 from .split import Hole
+from .tp_plan import Plan
 
 # Outputs of the same module in float32 in another order of summation; a wrong one is off by far more.
 _OUTPUT_BAR = 1e-3

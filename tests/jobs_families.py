@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import meshpar
 from meshpar.load import meta_copy
-from meshpar.plan import make_plan
+from meshpar.tp_plan import make_plan
 from tests import models
 from tests.jobs import rows_of_rank
 from tests.tiny_families import tiny_model

@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from meshpar import ParallelConfig
 from meshpar.families import FILE, Family, as_markdown, read_families, write_families
 from meshpar.load import skeleton_from_config
-from meshpar.plan import make_plan
 from meshpar.share import divided_share
+from meshpar.tp_plan import make_plan
 from tests import jobs_families
 from tests.pool import JobFailed, WorkerPool
 from tests.tiny_families import causal_types, tiny_config

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from meshpar import ParallelConfig
 from meshpar.load import meta_copy
-from meshpar.plan import make_plan
 from meshpar.recipe import Recipe
+from meshpar.tp_plan import make_plan
 from tests import jobs_families, models, sweep
 from tests.test_families import cut_in_two
 from tests.tiny_families import tiny_model

@@ -6,8 +6,10 @@ import pytest
 from transformers import DeepseekV3Config
 
 from meshpar.anatomy import dissect
+from meshpar.config import ParallelConfig
 from meshpar.flops import flops_per_token, matrix_costs
 from meshpar.load import skeleton_from_config
+from meshpar.planner.work import model_work
 from meshpar.split import balance, layer_costs
 from tests.test_families import TABLE
 from tests.tiny_families import causal_types, tiny_model
@@ -40,3 +42,5 @@ def test_stages_are_balanced_by_what_a_token_costs(deepseek_v3):
 def test_every_type_has_a_cost(model_type):
     model = tiny_model(model_type)
     assert flops_per_token({n: p.shape for n, p in model.named_parameters()}, model.config, 16) > 0
+    work = model_work(model, ParallelConfig(), 16)
+    assert all(layer.products > 0 and layer.pointwise > 0 for layer in (*work.layers, work.head))

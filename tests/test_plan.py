@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from meshpar import ParallelConfig
 from meshpar.load import skeleton_from_config
-from meshpar.plan import make_plan
+from meshpar.tp_plan import make_plan
 from tests import jobs, models
 from tests.test_parity import assert_parity
 

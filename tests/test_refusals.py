@@ -8,7 +8,7 @@ from torch import nn
 
 from meshpar import ParallelConfig
 from meshpar.batch import make_batch
-from meshpar.plan import make_plan
+from meshpar.tp_plan import make_plan
 from tests import jobs_bugs, models
 from tests import jobs_surface as jobs
 from tests.bug_models import mesh, world

@@ -8,7 +8,7 @@ import pytest
 
 from meshpar import ParallelConfig
 from meshpar.load import skeleton_from_config
-from meshpar.plan import make_plan
+from meshpar.tp_plan import make_plan
 from tests import jobs_families as jobs
 from tests import models, sweep
 from tests.bug_models import assert_gradients_close

@@ -12,8 +12,8 @@ from meshpar import ParallelConfig
 from meshpar.blocks import Groups
 from meshpar.layout import heads
 from meshpar.load import meta_copy
-from meshpar.plan import make_plan
 from meshpar.rules import guesses, pair, recognise
+from meshpar.tp_plan import make_plan
 from meshpar.trial import try_out
 from tests import jobs_families, models, sweep
 from tests.tiny_families import tiny_model

@@ -22,6 +22,7 @@ from ..config import ParallelConfig
 Parameter = tuple[int, int]  # rows and elements a row of what a tp rank stores, padding included
 
 _BLOCKS = 2  # of a decoder layer: attention and MLP
+LAYER_GATHERS = (_BLOCKS, 2 * _BLOCKS)  # over tp in a layer's forward and backward, under sequence parallelism
 _FLOAT32 = 4
 _SCALAR = 8  # a float64
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -98,18 +99,22 @@ def clip_traffic(config: ParallelConfig) -> list[Traffic]:
     return _traffic(config, Counter({("all_reduce", dim): _SCALAR for dim in (*_fsdp_dims(config), "tp", "pp")}))
 
 
+def layer_sums(config: ParallelConfig) -> tuple[int, int]:
+    """Sums over tp in a layer's forward, and in its backward with what that computes again."""
+    # What a layer returns is not needed again: a replay ends before its last sum.
+    return _BLOCKS, _BLOCKS + (_BLOCKS - 1 if config.activation_checkpoint == "full" else 0)
+
+
 def _tensor_parallel(
     config: ParallelConfig, share: Share, batch: Microbatches, has_embedding: bool, has_head: bool
 ) -> Counter[tuple[str, str]]:
-    replayed = config.activation_checkpoint == "full"
-    # What a layer returns is not needed again: a replay ends before its last sum.
-    sums = len(share.layers) * (2 * _BLOCKS + (_BLOCKS - 1 if replayed else 0))
+    sums = len(share.layers) * sum(layer_sums(config))
     tokens = batch.rows * batch.seq_len * batch.count
     loss = 3 * _FLOAT32 * tokens * has_head  # each token's largest logit, sum of exponentials, and own logit
     if not config.sequence_parallel:
         hidden = tokens * share.hidden * _BYTES[config.compute_dtype]
         return Counter({("all_reduce", "tp"): (sums + has_embedding + has_head) * hidden + loss})
-    gathers = 3 * _BLOCKS * len(share.layers)
+    gathers = len(share.layers) * sum(LAYER_GATHERS)
     hidden = batch.rows * _shard_len(config, batch) * config.tp * batch.count * share.hidden
     hidden *= _BYTES[config.compute_dtype]
     return Counter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,19 @@ from .simulate import Action, Kind, Step
 
 def schedule_order(config: ParallelConfig, microbatches: int) -> list[list[Step]]:
     """Each pp rank's steps in one run of the config's schedule over ``microbatches``."""
-    cls = get_schedule_class(config.schedule)
+    return _order(config.schedule, config.pp, config.virtual_stages, microbatches)
+
+
+@lru_cache(maxsize=64)
+def _order(schedule: str, pp: int, virtual: int, microbatches: int) -> list[list[Step]]:
+    cls = get_schedule_class(schedule)
     if issubclass(cls, PipelineScheduleSingle):
-        warmups = [microbatches if config.schedule == "GPipe" else config.pp - rank for rank in range(config.pp)]
+        warmups = [microbatches if schedule == "GPipe" else pp - rank for rank in range(pp)]
         return [_one_stage(rank, min(warmup, microbatches), microbatches) for rank, warmup in enumerate(warmups)]
     # An order depends on no more of a stage than this, so that none has to be made.
-    stage = SimpleNamespace(num_stages=config.num_stages, group_size=config.pp, group_rank=0, submod=nn.Module())
-    order = cls([stage] * config.virtual_stages, microbatches, loss_fn=lambda out, _: out).pipeline_order
-    return [[step for action in order[rank] if (step := _step(action))] for rank in range(config.pp)]
+    stage = SimpleNamespace(num_stages=pp * virtual, group_size=pp, group_rank=0, submod=nn.Module())
+    order = cls([stage] * virtual, microbatches, loss_fn=lambda out, _: out).pipeline_order
+    return [[step for action in order[rank] if (step := _step(action))] for rank in range(pp)]
 
 
 def _one_stage(stage: int, warmup: int, microbatches: int) -> list[Step]:

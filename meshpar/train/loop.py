@@ -39,6 +39,7 @@ from .data import GlobalBatches, Row, check_vocabulary, eval_batches, load_rows,
 from .guard import StepFailed, StepGuard, Verdict
 from .metrics import Metrics
 from .optim import make_optimizer, make_schedule
+from .traces import TRACED, traced_step
 from .trackers import check_trackers
 
 log = logging.getLogger("meshpar")
@@ -91,13 +92,15 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics) -> bool:
     """
     steps, every = job.recipe.train, job.recipe.checkpoint.every
     last, stopped = steps.stop_at or steps.steps, False
+    traced = min(job.step + TRACED, last) if job.recipe.log.trace else None
     if job.step >= last:
         log.info("step %d is done already; nothing is left to train", last)
     if job.eval_rows and steps.eval_at_start and job.step == 0:
         metrics.evaluation(0, job.evaluate())
     while job.step < last and not stopped:
         metrics.start_step()
-        loss, grad_norm, lr, verdict = job.train_step()
+        with traced_step(job.model._mesh, Path(job.recipe.output_dir), wanted=job.step + 1 == traced):
+            loss, grad_norm, lr, verdict = job.train_step()
         if verdict.action == "rollback":
             _go_back(job, checkpoints, metrics, verdict)
             continue

@@ -22,32 +22,19 @@ from torch import Tensor
 from ..flops import flops_per_token
 from ..mesh import on_first_rank
 from ..model import ParallelModel
+from ..planner.devices import device_in_torch
 from ..recipe import Recipe
 from .trackers import start_trackers
 
 log = logging.getLogger("meshpar")
-
-# Dense bfloat16 FLOP/s by the device's name, from the vendor's data sheets; the first part that fits counts.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-}
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
     """Peak FLOP/s of a device in ``dtype``, None where it is not known."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    known = device_in_torch(torch.cuda.get_device_name(device))
+    return known.peak[dtype] if known is not None else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -125,17 +125,18 @@ def make_plan(
     config: ParallelConfig,
     overrides: str | Mapping[str, Style] = "auto",
     once: Callable[[Callable], Any] = lambda find: find(),
+    flow: Flow | None = None,
 ) -> Plan:
     """Resolve the plan of ``model`` (any device, meta included) for ``config``.
 
     ``overrides`` maps module-name patterns (`model.layers.*.mlp.up_proj`; `*` matches anything) to a style's name or a
     torch `ParallelStyle`, laid over the model's own. ``once``: gives what the slow part returns, which other ranks may
-    have found already. Raises ValueError when a style or module is not understood, when a pattern matches no module, or
-    when a block would be split by half.
+    have found already. ``flow``: what `follow` found of the model before. Raises ValueError when a style or module is
+    not understood, when a pattern matches no module, or when a block would be split by half.
     """
     anatomy = dissect(model)
     refuse_layerdrop(model)
-    flow, opened, blocks = once(partial(_examine, model, anatomy, config))
+    flow, opened, blocks = once(partial(_examine, model, anatomy, config, flow))
     children = dict(layer_children(model, anatomy, opened))
     _check_router_loss(model, children, blocks, config)
     roles = _roles(model, anatomy, children, blocks, flow, config)
@@ -153,10 +154,10 @@ def make_plan(
 
 
 def _examine(
-    model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig
+    model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig, known: Flow | None = None
 ) -> tuple[Flow, set[str], dict[str, Block]]:
     """What running the model's code shows, which takes a while: the flow, the opened wrappers, the blocks."""
-    flow = _follow(model, anatomy, config)
+    flow = _follow(model, anatomy, config, known)
     _check_mixed(model, flow, config)
     if config.tp == 1:
         return flow, set(), {}
@@ -164,13 +165,19 @@ def _examine(
     return flow, opened, _blocks(model, anatomy, dict(layer_children(model, anatomy, opened)), config.tp)
 
 
-def _follow(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig) -> Flow:
+def _follow(model: PreTrainedModel, anatomy: Anatomy, config: ParallelConfig, known: Flow | None) -> Flow:
     """What runs where, as far as this mesh needs to know."""
-    if config.pp > 1:
-        return follow(model, anatomy, torch_dtype(config.compute_dtype), f"pp={config.pp}")
-    if config.tp > 1 and config.sequence_parallel:
-        return follow(model, anatomy, torch_dtype(config.compute_dtype), "sequence_parallel")
-    return Flow()
+    if not needs_flow(config):
+        return Flow()
+    if known is not None:
+        return known
+    wanted_by = f"pp={config.pp}" if config.pp > 1 else "sequence_parallel"
+    return follow(model, anatomy, torch_dtype(config.compute_dtype), wanted_by)
+
+
+def needs_flow(config: ParallelConfig) -> bool:
+    """Whether a mesh depends on what runs where in a model."""
+    return config.pp > 1 or (config.tp > 1 and config.sequence_parallel)
 
 
 def _check_mixed(model: PreTrainedModel, flow: Flow, config: ParallelConfig) -> None:

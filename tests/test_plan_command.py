@@ -1,0 +1,181 @@
+"""`meshpar plan` and `meshpar.plan()`: what they print, find and write, without weights or a process group."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+import meshpar
+from meshpar.cli import main
+from meshpar.planner.forecast import room
+from meshpar.planner.job import open_job
+from meshpar.planner.search import HEADS, LAYERS, MEMORY, STATE, search
+from meshpar.recipe import load_recipe
+from tests import models
+from tests.workspace import recipe as make_recipe
+
+COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "loss", "transient")
+LLAMA = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64), "405b": (16384, 53248, 126, 128)}
+
+
+def llama(name: str, layers: int | None = None) -> LlamaConfig:
+    hidden, ffn, all_layers, heads = LLAMA[name]
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers or all_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    where = tmp_path_factory.mktemp("model")
+    models.tiny_config().save_pretrained(where)
+    return str(where)
+
+
+def command(capsys, *arguments: str) -> dict:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_published_shape_and_adds_up(tiny, capsys):
+    mesh = [
+        "--pp",
+        "2",
+        "--dp-replicate",
+        "2",
+        "--tp",
+        "2",
+        "--seq-len",
+        "64",
+        "--micro-size",
+        "2",
+        "--schedule",
+        "1f1b",
+    ]
+    found = command(capsys, tiny, "--world-size", "16", "--device", "H100-80GB", *mesh)
+    parameters = found["model"]["parameters"]
+    assert found["mesh"] == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    assert found["bytes_per_parameter"] == {"parameters": 4, "gradients": 4, "optimizer": 8}
+    assert sum(rank["count"] for rank in found["ranks"]) == 16
+    for rank in found["ranks"]:
+        assert set(rank) == {"pp", "dp", "tp", "count", "memory"}
+        assert rank["memory"]["total"] == sum(rank["memory"][name] for name in COMPONENTS)
+    held = sum(rank["count"] * rank["memory"]["parameters"] for rank in found["ranks"])
+    assert 4 * 2 * parameters <= held < 4.2 * 2 * parameters  # two replicas; norms are on both tp ranks
+    assert {one["dim"] for one in found["communication"]} == {"pp", "dp", "dp_shard", "dp_replicate", "tp"}
+    assert all(set(one) == {"kind", "dim", "bytes"} for one in found["communication"])
+    tokens = found["settings"]["global_size"] * 64
+    assert found["settings"] | {"microbatches": 8, "micro_size": 2, "schedule": "1F1B"} == found["settings"]
+    assert found["tokens_per_second"] == pytest.approx(tokens / found["step_seconds"])
+    assert found["mfu"] == pytest.approx(found["model"]["flops_per_token"] * found["tokens_per_second"] / (16 * 989e12))
+    assert found["bubble"] > 0
+    assert not dist.is_initialized()
+
+
+def test_from_python_and_as_text(tiny, capsys):
+    config = meshpar.ParallelConfig(pp=2, dp_shard=-1, tp=4)
+    found = meshpar.plan(tiny, config, world_size=32, device="h100-80gb", gpus_per_node=2, seq_len=64)
+    assert (found.config.dp_shard, found.fits, found.heaviest.pp) == (4, True, found.heaviest.pp)
+    assert main(["plan", tiny, *["--world-size", "32", "--device", "h100-80gb", "--gpus-per-node", "2"],
+                 *["--pp", "2", "--tp", "4", "--seq-len", "64"]]) == 0  # fmt: skip
+    text = capsys.readouterr().out
+    assert f"total         {found.heaviest.total / 2**30:.2f} GiB" in text
+    assert "Warning: groups of tp=4 span 2 nodes: " in text
+    assert "recomputation is not counted" in text
+    assert "torchrun --nnodes 16" in text
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Searches of an 8B and a 70B model: what is common to a model's meshes is found once."""
+    job = open_job(llama("8b"), {"batch.global_size": 256, "data.seq_len": 4096}, 64, "h100-80gb", search=True)
+    return search(job, keep=5)
+
+
+def test_the_fewest_model_parallel_ranks_that_fit_come_out(large):
+    best = large.best[0]
+    assert (best.config.pp, best.config.tp) == (1, 1)
+    assert all(one.fits and one.heaviest.total <= room(one.device) for one in large.best)
+    assert [one.time.step_seconds for one in large.best] == sorted(one.time.step_seconds for one in large.best)
+    assert {MEMORY, STATE, LAYERS, HEADS} <= set(large.pruned)
+    assert sum(large.pruned.values()) + len(large.best) == large.considered
+
+
+def test_search_ranks_and_writes_a_recipe_that_loads(tiny, tmp_path, capsys):
+    written = tmp_path / "best.yaml"
+    options = ["--world-size", "8", "--device", "cpu", "--search", "--seq-len", "64", "--global-size", "32"]
+    found = command(capsys, tiny, *options, "--pp", "2", "--write", str(written))
+    ranking = found["search"]["ranking"]
+    assert [row["step_seconds"] for row in ranking] == sorted(row["step_seconds"] for row in ranking)
+    assert all(row["mesh"]["pp"] == 2 for row in ranking)
+    assert ranking[0]["mesh"] == found["mesh"]
+    assert sum(found["search"]["pruned"].values()) + len(ranking) == found["search"]["considered"]
+    recipe = load_recipe(written)
+    recipe.check(8)
+    assert recipe.parallel_config(8).tp == found["mesh"]["tp"]
+    again = command(capsys, str(written), "--world-size", "8", "--device", "cpu")
+    assert {name: again[name] for name in ("mesh", "ranks", "step_seconds")} == {
+        name: found[name] for name in ("mesh", "ranks", "step_seconds")
+    }
+    assert main(["plan", tiny, *options, "--write", str(written)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_recipe_with_overrides_is_planned_written_and_drawn(tiny, tmp_path, capsys):
+    raw = make_recipe(tmp_path, tmp_path / "out", {"pp": 2, "tp": 2}, batch__global_size=8, model__path=tiny)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(raw))
+    page, picture, written = tmp_path / "plan.html", tmp_path / "plan.png", tmp_path / "new.yaml"
+    common = [str(tmp_path / "recipe.yaml"), "data.pack=false", "--world-size", "8", "--device", "a100-80gb"]
+    found = command(capsys, *common, "--plot", str(page), "--write", str(written), "--micro-size", "2")
+    assert found["settings"]["microbatches"] == 2
+    assert "Memory of each rank" in page.read_text()
+    recipe = load_recipe(written)
+    assert (recipe.batch.micro_size, recipe.data.pack, recipe.parallel.dp_shard) == (2, False, 2)
+    command(capsys, *common, "--plot", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "h100"], "device='h100' is not known; did you mean h100-80gb?"),
+        ([], "--device is missing; known are: a100-40gb"),
+        (["--device", "cpu", "--across", "infiniband"], "link='infiniband' is not known; did you mean infiniband-"),
+        (["--device", "cpu", "--pp", "3"], "pp=3 x dp_replicate=1 x tp=1 makes 3 processes"),
+        (["--device", "cpu", "--pp", "2", "--schedule", "1F2B"], "parallel.schedule='1F2B' must be one of GPipe, 1F1B"),
+        (
+            ["--device", "cpu", "--tp", "8", "--global-size", "7", "--micro-size", "2"],
+            "batch.micro_size=2 does not divide",
+        ),
+        (["--device", "cpu", "--plot", "plan.svg"], "plot='plan.svg' must end in .html or .png"),
+        (["--device", "cpu", "--search", "--tp", "8", "--pp", "8"], "none of"),
+    ],
+)
+def test_bad_usage_is_one_sentence(tiny, arguments, words, capsys):
+    assert main(["plan", tiny, "--world-size", "8", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("meshpar: ")
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [
+        ("no-such.yaml", "no-such.yaml is neither a file nor a shipped recipe"),
+        ("lama-3.1-8b", "lama-3.1-8b is neither a recipe nor a model"),
+        ("smollm2-135m-demo", "model.path=missing is no directory with a config.json"),
+    ],
+)
+def test_subject_that_is_nowhere(subject, words, capsys):
+    overrides = ["model.path=missing"] if subject == "smollm2-135m-demo" else []
+    assert main(["plan", subject, *overrides, "--world-size", "6", "--device", "cpu"]) == 2
+    assert words in capsys.readouterr().err
