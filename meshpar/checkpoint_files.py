@@ -82,7 +82,7 @@ def publish(
     # As they will be read: what JSON has no word for, it writes as another.
     content = json.loads(json.dumps({"format": FORMAT, **manifest, "files": files}))
     _write_text(aside / MANIFEST, json.dumps({"checksum": _checksum(content), **content}, indent=1))
-    _flush_list(aside)
+    flush(aside)
     if directory.exists():
         replaced = directory.with_name(f"{directory.name}.replaced{UNFINISHED}")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -91,7 +91,7 @@ def publish(
         shutil.rmtree(replaced)
     else:
         os.replace(aside, directory)
-    _flush_list(directory.parent)
+    flush(directory.parent)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -193,9 +193,9 @@ def _crc_on_disk(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def _flush_list(directory: Path) -> None:
-    """Make sure a directory's list of files is on the disk."""
-    handle = os.open(directory, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Make sure a file, or a directory's list of files, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

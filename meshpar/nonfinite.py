@@ -59,7 +59,7 @@ def find_nonfinite(model: ParallelModel, batch: Batches, random: dict[str, Tenso
     after = rng_state(device)
     if random is not None:
         set_rng_state(random, device)
-    watch = _Watch(model)
+    watch = _Inspection(model)
     watch.check_all(_WEIGHTS, [*model.named_parameters(), *model.named_buffers()])
     model.zero_grad()
     # Where layers are compiled, hooks inside them are not seen.
@@ -83,7 +83,7 @@ def _first_of_all(own: tuple[Order, int | None, str] | None, model: ParallelMode
     return min(found, key=lambda seen: seen[0])[1] if found else None  # of equals, the lowest rank
 
 
-class _Watch:
+class _Inspection:
     """What this rank sees in one step: of each phase, microbatch and stage the first tensor that is not finite."""
 
     def __init__(self, model: ParallelModel) -> None:

@@ -61,7 +61,7 @@ class Board:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Cause:
     """Why the run ends: one message, the exit status, and ranks that cannot end by themselves."""
 
     message: str
@@ -95,18 +95,18 @@ class RollCall:
         """Call for answers; whether this rank is the one that judges."""
         return self._board.claim("judge", str(self._rank))
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Cause | None:
         """What a rank has published, or only printed on this machine; answers on the way where that is asked for."""
         if not self._answered and self._board.get("judge") is not None:
             self._answered = True
             self._board.set(f"answer/{self._rank}", json.dumps(asdict(self._answer())))
         published = self._board.get("verdict")
         if published is not None:
-            return Verdict(**json.loads(published))
+            return Cause(**json.loads(published))
         status = failure.reported()
-        return None if status is None else Verdict("", status)
+        return None if status is None else Cause("", status)
 
-    def publish(self, verdict: Verdict) -> bool:
+    def publish(self, verdict: Cause) -> bool:
         """Let all ranks end with it; False where they end with another one."""
         return self._board.claim("verdict", json.dumps(asdict(verdict))) or self._board.lost
 
@@ -114,12 +114,12 @@ class RollCall:
         """Whether all have answered."""
         return all(self._board.get(f"answer/{rank}") is not None for rank in range(self._world))
 
-    def death_here(self) -> Verdict | None:
+    def death_here(self) -> Cause | None:
         """A rank of this machine whose process is gone."""
         dead = _dead_here()
         return self._death(dead) if dead else None
 
-    def judge(self) -> Verdict | None:
+    def judge(self) -> Cause | None:
         """Who is to blame by the answers: one that died, one that does not answer, one that others wait for."""
         texts = {rank: self._board.get(f"answer/{rank}") for rank in range(self._world)}
         if self._board.lost:
@@ -144,23 +144,23 @@ class RollCall:
         at, (doing, waiting) = HERE.position(), activity()
         return Answer(at.step, at.marks, str(at), waiting or self.lost_peer, doing, _dead_here())
 
-    def _death(self, dead: dict[str, str]) -> Verdict:
+    def _death(self, dead: dict[str, str]) -> Cause:
         rank = min(map(int, dead))
         reason = "the process died; the machine may have run out of memory"
-        return Verdict(f"{self.subject(rank, dead[str(rank)])}: {reason}")
+        return Cause(f"{self.subject(rank, dead[str(rank)])}: {reason}")
 
-    def _silence(self, silent: list[int]) -> Verdict:
+    def _silence(self, silent: list[int]) -> Cause:
         rank, others = silent[0], ", ".join(map(str, silent[1:]))
         local = progress.neighbours().get(rank)
         at = None if local is None else progress.position_of(local)
         reason = f"the process does not answer{f', nor do ranks {others}' if others else ''}"
         reason += "; it is stopped, or its machine is gone"
-        return Verdict(f"{self.subject(rank, str(at or ''))}: {reason}", silent=silent)
+        return Cause(f"{self.subject(rank, str(at or ''))}: {reason}", silent=silent)
 
-    def _hang(self, busy: dict[int, Answer], answers: dict[int, Answer]) -> Verdict:
+    def _hang(self, busy: dict[int, Answer], answers: dict[int, Answer]) -> Cause:
         rank, answer = min(busy.items(), key=lambda item: (item[1].step, item[1].marks))
         reason = "no progress while other ranks wait for it" if len(busy) < len(answers) else "no progress"
-        return Verdict(f"{self.subject(rank, answer.where)}: {reason}; it is in {answer.doing}")
+        return Cause(f"{self.subject(rank, answer.where)}: {reason}; it is in {answer.doing}")
 
 
 def _dead_here() -> dict[str, str]:

@@ -19,7 +19,7 @@ from . import failure, progress
 from .config import ParallelConfig
 from .failure import FAILED
 from .progress import HERE
-from .rollcall import Board, RollCall, Verdict
+from .rollcall import Board, Cause, RollCall
 
 INTERVAL_SECONDS = 1.0
 ANSWER_SECONDS = 4.0
@@ -80,7 +80,7 @@ class Watch(threading.Thread):
 
     def tell(self, message: str, status: int) -> None:
         """This rank failed: let the others end with its message."""
-        self._roll_call.publish(Verdict(message, status))
+        self._roll_call.publish(Cause(message, status))
 
     def find_cause(self, own: str) -> tuple[str, int]:
         """Message and exit status of a rank that lost a peer, or sees one that stands still; ``own``: what it knows."""
@@ -93,9 +93,9 @@ class Watch(threading.Thread):
             found = self._roll_call.verdict() or self._roll_call.death_here()
         if found is None and judges:
             found = self._roll_call.verdict() or self._roll_call.judge()
-        return self._end_with(found or Verdict(own, FAILED))
+        return self._end_with(found or Cause(own, FAILED))
 
-    def _end_with(self, verdict: Verdict) -> tuple[str, int]:
+    def _end_with(self, verdict: Cause) -> tuple[str, int]:
         first, here = self._roll_call.publish(verdict), progress.neighbours()
         for rank in verdict.silent:
             at = progress.position_of(here[rank]) if rank in here else None

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 
+from .checkpoint_files import flush
 from .pretrained import has_tokenizer, read_tokenizer
 from .weights_files import INDEX_FILE, SINGLE_FILE, resolve_directory
 
@@ -190,7 +191,7 @@ def _publish(staging: Path, out: Path) -> None:
     """Put the new files in the place of the old, so that at no moment old and new weights are mixed."""
     new = sorted(staging.iterdir(), key=lambda path: path.name in (SINGLE_FILE, INDEX_FILE))
     for path in new:
-        _flush(path)
+        flush(path)
     # The files that name the weights go first and come last.
     for name in (SINGLE_FILE, INDEX_FILE):
         (out / name).unlink(missing_ok=True)
@@ -199,13 +200,4 @@ def _publish(staging: Path, out: Path) -> None:
             path.unlink()
     for path in new:
         os.replace(path, out / path.name)
-    _flush(out)
-
-
-def _flush(path: Path) -> None:
-    """Make sure a file, or a directory's list of files, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(out)
