@@ -87,7 +87,8 @@ def _kept_in_a_step(config: dict, family: str, changes: dict, batch: dict) -> di
             )
             ids.clear()
             forwards.append(alive)
-            stages.setdefault(index, alive.nbytes())
+            # The least of its forwards: gloo's thread may hold a collective's buffer for a moment longer.
+            stages[index] = min(stages.get(index, alive.nbytes()), alive.nbytes())
             most = max(most, sum(one.nbytes() for one in forwards))
             return out
 

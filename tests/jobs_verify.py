@@ -43,7 +43,7 @@ def _tied_halves_left():
 
 
 def _double_counted():
-    return replaced(model, "counted", lambda grad, spec, mesh: [grads.local(grad)])
+    return replaced(model, "pieces", lambda grad, spec, mesh: [(grads.local(grad), True)])
 
 
 def _shifted_positions():
