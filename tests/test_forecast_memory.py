@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from meshpar.config import ParallelConfig
@@ -118,14 +120,16 @@ def test_activations_are_what_autograd_keeps(pool):
                 step = Step(skeleton, config, kept, count, skeleton.weights, found["pp"])
                 actions = [action for actions in order[found["pp"]] for action in actions]
                 most = max(_both(held + step.kept(skeleton.ranges[a.stage])) for a, held in step.held(actions))
-                if config.virtual_stages == 1:  # what was sent lives until gloo's thread lets go of it
-                    assert -0.05 * most <= found["most"] - most <= 0.05 * most + kept.hidden, case[:3]
+                # What was sent last stays for a moment; what goes to this rank's own next stage is its receive buffer.
+                own = sum(a == b == found["pp"] for a, b in pairwise(skeleton.stage_ranks))
+                late = kept.hidden * (own * count if config.virtual_stages > 1 else 1)
+                assert found["most"] - late <= most * 1.05 <= found["most"] * 1.1, case[:3]
                 for index, size in found["stages"].items():
                     stage = skeleton.ranges[index]
                     assert _both(step.kept(stage)) == pytest.approx(size, rel=0.01), (case[:3], index)
                     if config.tp == 1 and config.activation_checkpoint == "none":
                         sent = 0 if stage.is_last else kept.hidden
-                        assert found["saved"][index] + sent == size
+                        assert found["saved"][index] + sent == pytest.approx(size, abs=64)  # the loss
 
 
 def _both(moment: Moment) -> int:
