@@ -23,7 +23,7 @@ from .communication import Microbatches
 from .costs import WIDTH, Cost, Place, stage_costs
 from .forecast import Job, MeshForecast, forecast_of, room
 from .memory import heaviest
-from .orders import schedule_order
+from .orders import most_in_flight
 from .study import in_a_pass
 from .work import ModelWork, Work
 
@@ -88,7 +88,6 @@ class _Search:
         self.pruned: Counter[str] = Counter()
         self.considered = 0
         self.totals: dict[Hashable, int] = {}
-        self.held: dict[Hashable, int] = {}
         self.queue: list[tuple[float, int, str, Setting]] = []
         self.order = count()
 
@@ -222,24 +221,13 @@ class _Search:
         return _state(setting.config, _elements(work.layers, work) / setting.config.pp)
 
     def _least_memory(self, setting: Setting) -> float:
-        """Bytes of the first pp rank: of its layers' parameters, and of the activations that it holds at a time."""
+        """Bytes of the first pp rank at least: its layers' parameters, and the activations that it holds at a time."""
         config, batch = setting
         work, kept = self.job.study.rough_work(config), self.job.study.activations(config, 1).layers[0].kept
         counts = self.job.study.stage_layers(config)
-        own = sum(counts[stage] for stage in stages_of_rank(config, 0))
-        held = self._held(config, in_a_pass(config, batch), counts)
-        return _state(config, _elements(work.layers[:own], work)) + batch.rows * kept * held
-
-    def _held(self, config: ParallelConfig, microbatches: int, counts: Sequence[int]) -> int:
-        """The most layers' activations that the first pp rank holds at a time, each microbatch's counted."""
-        if config.pp == 1:
-            return counts[0]
-        key = (config.schedule, config.pp, config.virtual_stages, microbatches)
-        if key not in self.held:
-            signs = {"F": 1, "I": 0, "B": -1, "W": -1}
-            actions = (action for step in schedule_order(config, microbatches)[0] for action in step)
-            self.held[key] = max(accumulate(signs[a.kind] * counts[a.stage] for a in actions))
-        return self.held[key]
+        own = [counts[stage] for stage in stages_of_rank(config, 0)]
+        pairs = most_in_flight(config, in_a_pass(config, batch)) if config.pp > 1 else 1
+        return _state(config, _elements(work.layers[: sum(own)], work)) + batch.rows * kept * pairs * min(own)
 
     def _least_seconds(self, shape: Setting) -> float:
         """Seconds that a step takes at least, whatever the schedule: what a pp rank computes on average."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from ..config import ParallelConfig, torch_dtype
 from ..split import StageRange
@@ -35,8 +36,12 @@ class Moment:
         return self.activations + self.loss + self.transient
 
     def __add__(self, other: Moment) -> Moment:
-        more = (getattr(self, n) + getattr(other, n) for n in ("activations", "loss", "transient"))
-        return Moment(self.name or other.name, *more)
+        return Moment(
+            self.name or other.name,
+            self.activations + other.activations,
+            self.loss + other.loss,
+            self.transient + other.transient,
+        )
 
     def __sub__(self, other: Moment) -> Moment:
         return self + Moment("", -other.activations, -other.loss, -other.transient)
@@ -54,21 +59,22 @@ class Step:
     pp_rank: int
 
     def moments(self, actions: Sequence[Action] | None) -> Iterator[Moment]:
-        """Every moment of a step at which a rank may hold most."""
+        """The moments of a step at which a rank may hold most."""
         yield self._reduction()
         if actions is None:
             yield from self._of_loop()
             return
         whole: dict[int, int] = {}  # gradients of stages that have gone backward
         for (kind, index, _), held in self.held(actions):
-            stage = self.skeleton.ranges[index]
             always = held + Moment("", 0, 0, self._buffers + self._weights)
             gradients = sum(whole.values())
-            if kind == "F":
-                yield from (moment + always + self._whole(gradients) for moment in self._forward(stage))
+            if kind == "F" or index in whole:
+                forward, backward = self._heaviest[index]
+                yield (forward if kind == "F" else backward) + always + self._whole(gradients)
                 continue
+            stage = self.skeleton.ranges[index]
             for moment, behind in self._backward(stage):
-                yield moment + always + self._whole(gradients if index in whole else gradients + behind)
+                yield moment + always + self._whole(gradients + behind)
             whole[index] = self._sizes_of(stage) * self._reduce
 
     def held(self, actions: Sequence[Action]) -> Iterator[tuple[Action, Moment]]:
@@ -78,7 +84,7 @@ class Step:
         """
         held, ranks = Moment("", 0, 0, 0), [*self.skeleton.stage_ranks, self.pp_rank]
         for action in actions:
-            stage, kept = action.stage, self.kept(self.skeleton.ranges[action.stage])
+            stage, kept = action.stage, self._kept[action.stage]
             if action.kind != "F":
                 held -= kept
             yield action, held
@@ -101,6 +107,24 @@ class Step:
     def kept(self, r: StageRange) -> Moment:
         """What a microbatch keeps on a stage."""
         return Moment("", self.activations.of_stage(r), self.activations.loss.kept if r.is_last else 0, 0)
+
+    @cached_property
+    def _own(self) -> list[StageRange]:
+        """The rank's stages."""
+        return [r for r in self.skeleton.ranges if self.skeleton.stage_ranks[r.index] == self.pp_rank]
+
+    @cached_property
+    def _kept(self) -> dict[int, Moment]:
+        return {r.index: self.kept(r) for r in self._own}
+
+    @cached_property
+    def _heaviest(self) -> dict[int, tuple[Moment, Moment]]:
+        """By stage, of a forward and of a backward, beside what is the same throughout it."""
+        size = attrgetter("total")
+        return {
+            r.index: (max(self._forward(r), key=size), max((m for m, _ in self._backward(r)), key=size))
+            for r in self._own
+        }
 
     def _forward(self, r: StageRange) -> Iterator[Moment]:
         below = 0
@@ -193,8 +217,7 @@ class Step:
     @cached_property
     def _buffers(self) -> int:
         """Receive buffers: a stage has one a microbatch for what it gets from either side."""
-        own = [r for r in self.skeleton.ranges if self.skeleton.stage_ranks[r.index] == self.pp_rank]
-        sides = sum((not r.is_first) + (not r.is_last) for r in own)
+        sides = sum((not r.is_first) + (not r.is_last) for r in self._own)
         return sides * self.microbatches * self.activations.hidden
 
     def _gathered(self, part: str) -> int:
