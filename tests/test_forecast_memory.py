@@ -81,7 +81,7 @@ def test_state_is_exact_to_the_byte(pool):
         cases = [(*case, batch) for case, batch in zip(cases, batches, strict=True)]
         real = pool.run(world, jobs.state_bytes, cases)
         for i, case in enumerate(cases):
-            ranks = memory_of_ranks(*forecast(*case))
+            ranks = list(memory_of_ranks(*forecast(*case)))
             assert sum(r.count for r in ranks) == world
             for found in (rank[i] for rank in real):
                 want = of_rank(ranks, found)
@@ -157,7 +157,7 @@ def test_the_peak_of_a_step(pool):
     cases = [(*case, models.make_batch(8, 128, WIDE["vocab_size"])) for case in PEAK_CASES]
     real = pool.run(2, jobs.peaks, cases)
     for i, case in enumerate(cases):
-        ranks = memory_of_ranks(*forecast(*case))
+        ranks = list(memory_of_ranks(*forecast(*case)))
         for found in (rank[i] for rank in real):
             want, peak = of_rank(ranks, found), found["held"] + found["peak"]
             early = want.gradients if case[0]["pp"] == 1 else 0

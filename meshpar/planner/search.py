@@ -22,7 +22,6 @@ from . import timing
 from .communication import Microbatches
 from .costs import WIDTH, Cost, Place, stage_costs
 from .forecast import Job, MeshForecast, forecast_of, room
-from .memory import heaviest
 from .orders import most_in_flight
 from .study import in_a_pass
 from .work import ModelWork, Work
@@ -87,7 +86,7 @@ class _Search:
         self.base = replace(base, **sizes, virtual_stages=1, schedule="1F1B", microbatches=None, stage_layers=None)
         self.pruned: Counter[str] = Counter()
         self.considered = 0
-        self.totals: dict[Hashable, int] = {}
+        self.fitting: dict[Hashable, bool] = {}
         self.queue: list[tuple[float, int, str, Setting]] = []
         self.order = count()
 
@@ -197,7 +196,7 @@ class _Search:
     def _examine(self, setting: Setting) -> None:
         job, (config, batch) = self.job, setting
         try:
-            if self._least_memory(setting) > room(job.device) or self._memory(setting) > room(job.device):
+            if self._least_memory(setting) > room(job.device) or not self._fits(setting):
                 self.pruned[MEMORY] += 1
                 return
             layers = job.study.stage_layers(config)
@@ -207,13 +206,14 @@ class _Search:
         found = timing.forecast(job.study.work(config), config, batch, layers, job.device, job.network)
         self._push(found.step_seconds, "done", setting)
 
-    def _memory(self, setting: Setting) -> int:
-        """Bytes of the heaviest rank, which are the same for any number of replicas."""
+    def _fits(self, setting: Setting) -> bool:
+        """Whether every rank's memory does, which is the same for any number of replicas."""
         config, batch = setting
         key = (replace(config, dp_replicate=1), config.dp > 1, batch)
-        if key not in self.totals:
-            self.totals[key] = heaviest(self.job.study.memory(config, batch)).total
-        return self.totals[key]
+        if key not in self.fitting:
+            limit = room(self.job.device)
+            self.fitting[key] = all(rank.total <= limit for rank in self.job.study.memory(config, batch))
+        return self.fitting[key]
 
     def _least_state(self, setting: Setting) -> float:
         """Bytes that a rank of average parameters holds at least, whatever the schedule."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -62,8 +62,8 @@ class Study:
         key = ("activations", *_layout_key(config), config.activation_checkpoint, rows)
         return self._once(key, lambda: self._measure(config, rows))
 
-    def memory(self, config: ParallelConfig, batch: Microbatches) -> list[MemoryOfRank]:
-        """Memory of every rank."""
+    def memory(self, config: ParallelConfig, batch: Microbatches) -> Iterator[MemoryOfRank]:
+        """Memory of one rank after another."""
         count = in_a_pass(config, batch) if config.pp > 1 else batch.count
         return memory_of_ranks(self.skeleton(config), config, self.activations(config, batch.rows), count)
 
