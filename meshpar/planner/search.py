@@ -16,7 +16,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from ..config import ACTIVATION_CHECKPOINTS, MESH_SIZES, ConfigError, ParallelConfig, check_model, divisors
-from ..schedules import SCHEDULES, accepts_microbatches
+from ..schedules import SCHEDULES, accepts_microbatches, splits_backward
 from ..split import stages_of_rank
 from . import timing
 from .communication import Microbatches
@@ -246,7 +246,7 @@ class _Search:
         config = setting.config
         starts = [0, *accumulate(self.job.study.stage_layers(config))]
         stages = [_between(costs[start], costs[stop]) for start, stop in pairwise(starts)]
-        split = SCHEDULES[config.schedule].splits_backward and config.pp > 1
+        split = splits_backward(config)
         before = [0.0, *accumulate(cost.forward + (0.0 if split else cost.backward) for cost in stages)]
 
         def busy(stage: int) -> float:

@@ -18,7 +18,7 @@ from operator import attrgetter
 from ..config import ParallelConfig, torch_dtype
 from ..split import StageRange
 from .activations import Activations, Kept
-from .simulate import Action
+from .simulate import Action, Kind
 from .skeleton import Skeleton, Weight
 
 
@@ -47,6 +47,9 @@ class Moment:
         return self + Moment("", -other.activations, -other.loss, -other.transient)
 
 
+_NOTHING = Moment("", 0, 0, 0)
+
+
 @dataclass(frozen=True)
 class Step:
     """A training step of one pp rank."""
@@ -68,12 +71,11 @@ class Step:
         for (kind, index, _), held in self.held(actions):
             always = held + Moment("", 0, 0, self._buffers + self._weights)
             gradients = sum(whole.values())
-            if kind == "F" or index in whole:
-                forward, backward = self._heaviest[index]
-                yield (forward if kind == "F" else backward) + always + self._whole(gradients)
+            if kind in "FI" or index in whole:
+                yield self._heaviest[index][kind] + always + self._whole(gradients)
                 continue
             stage = self.skeleton.ranges[index]
-            for moment, behind in self._backward(stage):
+            for moment, behind in self._backward(stage, kind):
                 yield moment + always + self._whole(gradients + behind)
             whole[index] = self._sizes_of(stage) * self._reduce
 
@@ -84,16 +86,15 @@ class Step:
         """
         held, ranks = Moment("", 0, 0, 0), [*self.skeleton.stage_ranks, self.pp_rank]
         for action in actions:
-            stage, kept = action.stage, self._kept[action.stage]
-            if action.kind != "F":
-                held -= kept
+            stage, kind = action.stage, action.kind
+            kept, between = self._kept[stage]
+            held -= {"F": _NOTHING, "B": kept, "I": kept, "W": between}[kind]
             yield action, held
-            if action.kind in ("F", "I"):  # what an input's backward does not need, the weights' does
-                held += kept
-            sends = self.config.virtual_stages > 1 and action.kind != "F"
-            if sends and action.kind != "I" and ranks[stage + 1] != self.pp_rank:
+            held += {"F": kept, "B": _NOTHING, "I": between, "W": _NOTHING}[kind]
+            sends = self.config.virtual_stages > 1 and kind != "F"
+            if sends and kind != "I" and ranks[stage + 1] != self.pp_rank:
                 held += Moment("", self.activations.hidden, 0, 0)
-            if sends and action.kind != "W" and stage > 0 and ranks[stage - 1] != self.pp_rank:
+            if sends and kind != "W" and stage > 0 and ranks[stage - 1] != self.pp_rank:
                 held += Moment("", 0, 0, self.activations.hidden)
 
     # One stage, one microbatch
@@ -114,17 +115,19 @@ class Step:
         return [r for r in self.skeleton.ranges if self.skeleton.stage_ranks[r.index] == self.pp_rank]
 
     @cached_property
-    def _kept(self) -> dict[int, Moment]:
-        return {r.index: self.kept(r) for r in self._own}
+    def _kept(self) -> dict[int, tuple[Moment, Moment]]:
+        """By stage, what a microbatch keeps before its backward and between the two parts of one."""
+        return {r.index: (self.kept(r), Moment("", self.activations.between(r), 0, 0)) for r in self._own}
 
     @cached_property
-    def _heaviest(self) -> dict[int, tuple[Moment, Moment]]:
-        """By stage, of a forward and of a backward, beside what is the same throughout it."""
+    def _heaviest(self) -> dict[int, dict[Kind, Moment]]:
+        """By stage, of an action of each kind, beside what is the same throughout it."""
         size = attrgetter("total")
-        return {
-            r.index: (max(self._forward(r), key=size), max((m for m, _ in self._backward(r)), key=size))
-            for r in self._own
-        }
+
+        def of(kind: Kind, r: StageRange) -> Moment:
+            return max(self._forward(r) if kind == "F" else (m for m, _ in self._backward(r, kind)), key=size)
+
+        return {r.index: {"F": of("F", r), "B": of("B", r), "I": of("I", r), "W": of("W", r)} for r in self._own}
 
     def _forward(self, r: StageRange) -> Iterator[Moment]:
         below = 0
@@ -136,18 +139,25 @@ class Step:
                 yield Moment("forward", below, 0, part.forward + gathered)
             below += part.kept
 
-    def _backward(self, r: StageRange) -> Iterator[tuple[Moment, int]]:
-        """Each moment with the bytes of whole gradients that parts behind it have by then, in a first backward."""
-        below, layer, whole = 0, r.start, self._sizes_of(r)
+    def _backward(self, r: StageRange, kind: Kind = "B") -> Iterator[tuple[Moment, int]]:
+        """Each moment with the bytes of whole gradients that parts behind it have by then, in a first backward.
+
+        A backward for inputs turns what a part keeps into what is left for the weights, one part after another. That
+        for weights makes one gradient after another.
+        """
+        below, behind, layer, whole = 0, self.activations.between(r), r.start, self._sizes_of(r)
         for name, part in self._parts(r):
             around = self._gathered(name) + self._scattered(name, r)
             if name == "layer":
                 whole, layer = whole - self._sizes[layer], layer + 1
             if name == "loss":
                 yield Moment("loss", below, part.kept + part.backward, around), 0
-            else:
-                below += part.kept
-                yield Moment("backward", below, 0, part.backward + around), whole * self._reduce
+                continue
+            behind -= part.between
+            below += part.between if kind == "W" else part.kept
+            held = below + (behind if kind == "I" else 0)
+            needed = part.backward if kind != "W" else self._largest * self._compute
+            yield Moment("backward", held, 0, needed + around), whole * self._reduce
 
     def _sizes_of(self, r: StageRange) -> int:
         """Elements of a stage's parameters."""
@@ -190,6 +200,11 @@ class Step:
     def _layer(self) -> int:
         """Elements of the largest layer."""
         return max(size for part, size in self._sizes.items() if isinstance(part, int))
+
+    @cached_property
+    def _largest(self) -> int:
+        """Elements of the largest weight of a layer."""
+        return max(w.rows * w.width for w in self.weights if isinstance(w.part, int))
 
     @cached_property
     def _compute(self) -> int:
