@@ -59,6 +59,7 @@ _H100 = "NVIDIA H100 data sheet, glennklockwood.com/garden/processors/h100"
 _SOURCES = {  # of peaks and bandwidth; after "memory", where torch printed the total
     "a100-40gb": f"{_A100}; memory: vllm-project/vllm#16570",
     "a100-80gb": f"{_A100}; memory: lianqi1008/Control-GIC#6",
+    "a100-pcie-80gb": "NVIDIA A100 data sheet, 80 GB PCIe; memory assumed equal",
     "a800-80gb": "an A100 with less NVLink, aiwiki.ai/wiki/nvidia_a800; memory assumed equal",
     "h100-pcie-80gb": f"NVIDIA H100 data sheet, {_BOOK}; memory and efficiencies assumed",
     "h100-nvl-94gb": "NVIDIA H100 data sheet, bfloat16 as in torchtitan, the rest assumed; memory: ali-vilab/VACE#56",
@@ -102,6 +103,7 @@ DEVICES = {
     for device in (
         _gpu("a100-40gb", 39.4, (312, 156, 19.5), 1555, "nvlink3", ("A100-SXM4-40", "A100-PCIE-40"), 0.8, 0.6),
         _gpu("a100-80gb", 79.1, (312, 156, 19.5), 2039, "nvlink3", ("A100",), 0.8, 0.6),
+        _gpu("a100-pcie-80gb", 79.1, (312, 156, 19.5), 1935, "pcie4", ("A100 80GB PCIe",), 0.8, 0.6),
         _gpu("a800-80gb", 79.1, (312, 156, 19.5), 2039, "nvlink-400", ("A800",), 0.8, 0.6),
         _gpu("h100-pcie-80gb", 79.1, (756, 378, 51), 2000, "nvlink4-bridge", ("H100 PCIe",), 0.6, 0.35),
         _gpu("h100-nvl-94gb", 93.0, (835, 417, 60), 3900, "nvlink4-bridge", ("H100 NVL",), 0.6, 0.35),
