@@ -96,7 +96,7 @@ def test_from_python_and_as_text(tiny, capsys):
 
 @pytest.fixture(scope="module")
 def large():
-    """Searches of an 8B and a 70B model: what is common to a model's meshes is found once."""
+    """An 8B model on 64 devices."""
     job = open_job(llama("8b"), {"batch.global_size": 256, "data.seq_len": 4096}, 64, "h100-80gb", search=True)
     return search(job, keep=5)
 
@@ -108,6 +108,20 @@ def test_the_fewest_model_parallel_ranks_that_fit_come_out(large):
     assert [one.time.step_seconds for one in large.best] == sorted(one.time.step_seconds for one in large.best)
     assert {MEMORY, STATE, LAYERS, HEADS} <= set(large.pruned)
     assert sum(large.pruned.values()) + len(large.best) == large.considered
+
+
+@pytest.mark.parametrize(
+    ("across", "world", "rows", "pipelined"), [("infiniband-ndr", 256, 1024, False), ("ethernet-100g", 64, 1024, True)]
+)
+def test_what_experts_advise_comes_out_for_a_large_model(across, world, rows, pipelined):
+    """Tensor parallelism stays inside a node; a pipeline is for a slow network, and has at least 4 pp microbatches."""
+    sizes = {"batch.global_size": rows, "data.seq_len": 4096}
+    job = open_job(llama("70b"), sizes, world, "h100-80gb", across=across, search=True)
+    best = search(job, {"schedule": "1F1B", "dp_replicate": 1, "micro_size": 1}, keep=1).best[0]
+    assert 1 < best.config.tp <= 8
+    assert not best.spans
+    assert (best.config.pp > 1) == pipelined
+    assert not pipelined or best.batch.count >= 4 * best.config.pp
 
 
 def test_search_ranks_and_writes_a_recipe_that_loads(tiny, tmp_path, capsys):

@@ -206,7 +206,7 @@ def test_numbers_of_devices_have_a_source_and_are_in_order():
 def test_names_of_devices():
     names = {
         "NVIDIA A100-SXM4-40GB": "a100-40gb",
-        "NVIDIA A100 80GB PCIe": "a100-80gb",
+        "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
         "NVIDIA H100 80GB HBM3": "h100-80gb",
         "NVIDIA H100 PCIe": "h100-pcie-80gb",
         "NVIDIA GH200 480GB": "gh200-96gb",
