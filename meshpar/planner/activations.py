@@ -23,7 +23,6 @@ from ..checkpointing import apply_checkpointing
 from ..config import ParallelConfig, torch_dtype
 from ..layout import spread
 from ..loss import LazyLogits, cross_entropy_sum
-from ..schedules import splits_backward
 from ..split import Runner, Stage, StageRange
 from .ledger import FusedAttention, Ledger, Phase
 from .skeleton import Skeleton
@@ -36,7 +35,7 @@ class Kept:
     """Bytes of one part of a model: ``kept`` for the backward of a microbatch, and the most that its forward and its
     backward hold above what is kept of all parts up to it. The backward's include the part's gradients, whole.
     ``with_output``: whether what it returns is among what is kept. ``between``: what is left after a backward for
-    inputs alone, for the one for weights; 0 where the schedule does not split backwards."""
+    inputs alone, for the one for weights; 0 without a pipeline."""
 
     kept: int
     forward: int
@@ -100,7 +99,7 @@ def measure(
             raise ValueError(f"{label} does not run at tp={config.tp}, sequence_parallel={sp}: {why}") from error
         run.backward()
         found = run.result()
-        return run.with_split_backward(found) if splits_backward(config) else found
+        return run.with_split_backward(found) if config.pp > 1 else found
 
 
 def _keep_few(skeleton: Skeleton) -> list[int]:
@@ -198,7 +197,9 @@ class _Run:
         hidden = args[0] if args else kwargs[str(hidden_argument(args, kwargs))]
         if index == 0:
             self.ledger.assign(hidden, _EMBEDDING)
-            self.hidden, self.entered = hidden.nbytes, hidden.requires_grad_(self.splitting or hidden.requires_grad)
+            self.hidden = hidden.nbytes
+            if self.splitting:
+                self.entered = hidden.requires_grad_()
             self._on_gradient(hidden, (_BACKWARD, _EMBEDDING))
         self.ledger.enter(index)
 

@@ -7,12 +7,12 @@ good is in here.
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, pairwise, product
-from operator import add
 from typing import Any, NamedTuple
 
 from ..config import ACTIVATION_CHECKPOINTS, MESH_SIZES, ConfigError, ParallelConfig, check_model, divisors
@@ -20,11 +20,11 @@ from ..schedules import SCHEDULES, accepts_microbatches, splits_backward
 from ..split import stages_of_rank
 from . import timing
 from .communication import Microbatches
-from .costs import WIDTH, Cost, Place, stage_costs
+from .costs import WIDTH, Place, stage_costs
 from .forecast import Job, MeshForecast, forecast_of, room
 from .orders import most_in_flight
 from .study import in_a_pass
-from .work import ModelWork, Work
+from .work import ModelWork
 
 BATCH, SCHEDULE, HEADS, LAYERS, STATE, MEMORY, SLOWER = (
     "the batch does not divide over dp and microbatches",
@@ -75,7 +75,24 @@ def search(job: Job, fixed: Mapping[str, Any] | None = None, keep: int = 10) -> 
     ``fixed``: settings that are not searched, by their names in `ParallelConfig`, and "micro_size". Raises ConfigError
     where nothing fits, with how many settings failed for which reason.
     """
-    return _Search(job, dict(fixed or {}), keep).run()
+    collects = gc.isenabled()
+    gc.disable()  # a search keeps what it makes: looking for garbage takes a quarter of its time
+    try:
+        return _Search(job, dict(fixed or {}), keep).run()
+    finally:
+        if collects:
+            gc.enable()
+
+
+class _OfFirstLayers(NamedTuple):
+    """Seconds of a microbatch through the first layers, by how many; no schedule changes them.
+
+    ``whole``: forward and backward; ``split``: with a backward in two parts.
+    """
+
+    forward: list[float]
+    whole: list[float]
+    split: list[float]
 
 
 class _Search:
@@ -87,6 +104,7 @@ class _Search:
         self.pruned: Counter[str] = Counter()
         self.considered = 0
         self.fitting: dict[Hashable, bool] = {}
+        self.elements: dict[tuple[int, int | None], float] = {}
         self.queue: list[tuple[float, int, str, Setting]] = []
         self.order = count()
 
@@ -175,7 +193,7 @@ class _Search:
         return found
 
     def _expand(self, shape: Setting) -> None:
-        costs = self._costs(shape)
+        costs = self._of_first_layers(shape)
         for schedule, virtual in self._pipelines(shape.config.pp):
             try:
                 config = replace(shape.config, schedule=schedule, virtual_stages=virtual)
@@ -217,17 +235,22 @@ class _Search:
 
     def _least_state(self, setting: Setting) -> float:
         """Bytes that a rank of average parameters holds at least, whatever the schedule."""
-        work = self.job.study.rough_work(setting.config)
-        return _state(setting.config, _elements(work.layers, work) / setting.config.pp)
+        return _state(setting.config, self._elements(setting.config) / setting.config.pp)
 
     def _least_memory(self, setting: Setting) -> float:
-        """Bytes of the first pp rank at least: its layers' parameters, and the activations that it holds at a time."""
+        """Bytes of the first pp rank at least: its layers' parameters, and what it holds of its microbatches at a time.
+
+        That is activations, and what a stage receives into: one buffer a microbatch and side.
+        """
         config, batch = setting
-        work, kept = self.job.study.rough_work(config), self.job.study.activations(config, 1).layers[0].kept
+        kept = self.job.study.activations(config, 1)
         counts = self.job.study.stage_layers(config)
-        own = [counts[stage] for stage in stages_of_rank(config, 0)]
-        pairs = most_in_flight(config, in_a_pass(config, batch)) if config.pp > 1 else 1
-        return _state(config, _elements(work.layers[: sum(own)], work)) + batch.rows * kept * pairs * min(own)
+        stages, count = stages_of_rank(config, 0), in_a_pass(config, batch)
+        own = [counts[stage] for stage in stages]
+        pairs = most_in_flight(config, count) if config.pp > 1 else 1
+        sides = sum((stage > 0) + (stage < config.num_stages - 1) for stage in stages)
+        held = kept.layers[0].kept * pairs * min(own) + kept.hidden * sides * count
+        return _state(config, self._elements(config, sum(own))) + batch.rows * held
 
     def _least_seconds(self, shape: Setting) -> float:
         """Seconds that a step takes at least, whatever the schedule: what a pp rank computes on average."""
@@ -236,46 +259,50 @@ class _Search:
         seconds = whole.forward + min(whole.backward, whole.inputs + whole.weights)
         return shape.batch.count * seconds / shape.config.pp + self._optimizer(shape)
 
-    def _least_filled(self, setting: Setting, costs: Sequence[Cost]) -> float:
+    def _least_filled(self, setting: Setting, costs: _OfFirstLayers) -> float:
         """The same with a schedule: the longest that a rank waits at both ends and computes in between.
 
         A rank waits for the first microbatch to come through the stages before its own, and at the end for the
-        gradients to go back through them, unless its last backward is for weights alone. ``costs``: as `_costs` has
-        them.
+        gradients to go back through them, unless its last backward is for weights alone.
         """
         config = setting.config
         starts = [0, *accumulate(self.job.study.stage_layers(config))]
-        stages = [_between(costs[start], costs[stop]) for start, stop in pairwise(starts)]
         split = splits_backward(config)
-        before = [0.0, *accumulate(cost.forward + (0.0 if split else cost.backward) for cost in stages)]
-
-        def busy(stage: int) -> float:
-            cost = stages[stage]  # the first one's backward is whole
-            return cost.forward + (cost.inputs + cost.weights if split and stage else cost.backward)
-
+        before, each = (costs.forward, costs.split) if split else (costs.whole, costs.whole)
+        busy = [each[stop] - each[start] for start, stop in pairwise(starts)]
+        busy[0] = costs.whole[starts[1]]  # the first stage's backward is whole
         longest = max(
-            before[rank] + setting.batch.count * sum(busy(stage) for stage in stages_of_rank(config, rank))
+            before[starts[rank]] + setting.batch.count * sum(busy[stage] for stage in stages_of_rank(config, rank))
             for rank in range(config.pp)
         )
         return longest + self._optimizer(setting)
 
     def _optimizer(self, setting: Setting) -> float:
-        config, work = setting.config, self.job.study.rough_work(setting.config)
-        elements = _elements(work.layers, work) / config.pp / config.dp_shard
+        config = setting.config
+        elements = self._elements(config) / config.pp / config.dp_shard
         return timing.OPTIMIZER_BYTES * WIDTH[config.param_dtype] * elements / self.job.device.memory_rate
 
-    def _costs(self, shape: Setting) -> list[Cost]:
-        """Of a microbatch through the first layers, by how many; no schedule changes them."""
+    def _elements(self, config: ParallelConfig, layers: int | None = None) -> float:
+        """Of the first layers, or all, and what is outside of them, on a tp rank; without a head of its own."""
+        key = (config.tp, layers)
+        if key not in self.elements:
+            work = self.job.study.rough_work(config)
+            groups = (*(layer.stored for layer in work.layers[:layers]), work.rest)
+            self.elements[key] = sum(rows * width for group in groups for rows, width in group)
+        return self.elements[key]
+
+    def _of_first_layers(self, shape: Setting) -> _OfFirstLayers:
         work, place = self._placed(shape)
-        return [Cost(), *accumulate(stage_costs(work, shape.batch, [1] * len(work.layers), place), add)]
+        each = stage_costs(work, shape.batch, [1] * len(work.layers), place)
+        return _OfFirstLayers(
+            forward=[0.0, *accumulate(cost.forward for cost in each)],
+            whole=[0.0, *accumulate(cost.forward + cost.backward for cost in each)],
+            split=[0.0, *accumulate(cost.forward + cost.inputs + cost.weights for cost in each)],
+        )
 
     def _placed(self, setting: Setting) -> tuple[ModelWork, Place]:
         place = Place(setting.config, self.job.device, self.job.network)
         return self.job.study.rough_work(setting.config), place
-
-
-def _between(start: Cost, stop: Cost) -> Cost:
-    return stop + start.times(-1)
 
 
 def _state(config: ParallelConfig, elements: float) -> float:
@@ -284,8 +311,3 @@ def _state(config: ParallelConfig, elements: float) -> float:
     if config.pp > 1 and not config.reshards:
         least += (WIDTH[config.compute_dtype] + WIDTH[config.reduce_dtype]) * elements
     return least
-
-
-def _elements(layers: Sequence[Work], work: ModelWork) -> float:
-    """Of some layers and what is outside of all, without a head of its own."""
-    return sum(rows * width for group in (*(layer.stored for layer in layers), work.rest) for rows, width in group)

@@ -22,7 +22,7 @@ from .simulate import Action, Kind
 from .skeleton import Skeleton, Weight
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Moment:
     """What a rank holds at a time beside its state, in bytes."""
 

@@ -59,7 +59,7 @@ class Study:
 
     def activations(self, config: ParallelConfig, rows: int) -> Activations:
         """What a microbatch of ``rows`` keeps."""
-        key = ("activations", *_layout_key(config), config.activation_checkpoint, rows)
+        key = ("activations", *_layout_key(config), config.activation_checkpoint, config.pp > 1, rows)
         return self._once(key, lambda: self._measure(config, rows))
 
     def memory(self, config: ParallelConfig, batch: Microbatches) -> Iterator[MemoryOfRank]:
@@ -69,7 +69,8 @@ class Study:
 
     def stage_layers(self, config: ParallelConfig) -> list[int]:
         """Decoder layers of each stage."""
-        return [r.stop - r.start for r in self._ranges(config)]
+        key = ("counts", config.num_stages, config.stage_layers)
+        return self._once(key, lambda: [r.stop - r.start for r in self._ranges(config)])
 
     def traffic(self, config: ParallelConfig, batch: Microbatches, pp_rank: int) -> list[Traffic]:
         """What a pp rank sends in a step and the clipping of its gradients."""
