@@ -37,7 +37,9 @@ def main() -> None:
 def table(model: str = MODEL) -> str:
     """The Markdown of all meshes, in the search's order."""
     ranked = forecasts(model)
-    measured = [statistics.median(runs) for runs in under_torchrun("benchmarks.plan", PROCESSES, "--worker")]
+    measured = [
+        statistics.median(runs) for runs in under_torchrun("benchmarks.plan", PROCESSES, "--worker", "--model", model)
+    ]
     seconds = dict(zip(MESHES, measured, strict=True))
     lines = [
         f"SmolLM2-135M, float32, {ROWS} rows of {SEQ_LEN} tokens a step, one row a microbatch, 1F1B on pipelines: "

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from meshpar.config import ParallelConfig
 from meshpar.planner.activations import measure
 from meshpar.planner.communication import Microbatches
-from meshpar.planner.devices import device_named, network_of
+from meshpar.planner.devices import Device, device_named, network_of
 from meshpar.planner.memory import heaviest, memory_of_ranks
 from meshpar.planner.skeleton import lay_out, no_network, open_skeleton
 from meshpar.planner.study import Study
@@ -83,7 +83,7 @@ def print_speed() -> None:
         print(f"| {name} | {texts[0]} | {texts[1]} | {value / published - 1:+.0%} |")
 
 
-def speed(model: str, config: ParallelConfig, device, rows: int, count: int) -> Forecast:
+def speed(model: str, config: ParallelConfig, device: Device, rows: int, count: int) -> Forecast:
     """A step of ``count`` microbatches a data-parallel rank, on nodes of 8."""
     study = Study(open_skeleton(llama(model)), SEQ_LEN)
     batch, layers = Microbatches(rows, SEQ_LEN, count), study.stage_layers(config)

@@ -163,6 +163,7 @@ PEAK_CASES = [
     (mesh(pp=2, schedule="InterleavedZeroBubble"), "llama", WIDE),
     (mesh(pp=2, schedule="ZBVZeroBubble"), "llama", WIDE),
     (mesh(pp=2, schedule="ZBVZeroBubble", activation_checkpoint="full"), "llama", WIDE),
+    (mesh(pp=2, schedule="ZBVZeroBubble") | dict(compute_dtype="bfloat16"), "llama", WIDE),
 ]
 
 

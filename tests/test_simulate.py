@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -50,7 +51,7 @@ def test_every_stage_sees_every_microbatch_once(config):
 
 
 def test_what_the_first_rank_holds_has_a_closed_form():
-    for config in runnable():
+    for config in {replace(config, microbatches=None) for config in runnable()}:
         for microbatches in filter(partial(accepts_microbatches, config), (1, 3, 7, 16, 30)):
             first = timeline(config.schedule, config.pp, microbatches, config.virtual_stages).in_flight[0]
             assert most_in_flight(config, microbatches) == first, (config, microbatches)

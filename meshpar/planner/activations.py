@@ -66,8 +66,11 @@ class Activations:
 
     def between(self, r: StageRange) -> int:
         """Bytes that are left on a stage between the two parts of a microbatch's backward."""
-        parts = [self.shared, *self.layers[r.start : r.stop], *([self.head, self.loss] if r.is_last else [])]
-        return sum(part.between for part in parts)
+        layers = self.layers[r.start : r.stop]
+        left = self.shared.between + sum(layer.between for layer in layers)
+        if r.is_last:
+            return left + self.head.between + self.loss.between
+        return left + (0 if layers[-1].with_output else self.hidden)  # torch holds a stage's output that long
 
 
 def measure(
@@ -232,10 +235,7 @@ class _Run:
             logits = logits.build().float()
         return cross_entropy_sum(logits, self.targets, 0, real, tp.group)
 
-    def backward(self) -> None:
-        self._run_backward()
-
-    def _run_backward(self, inputs: tuple[Tensor, ...] = ()) -> None:
+    def backward(self, inputs: tuple[Tensor, ...] = ()) -> None:
         """For everything, or for ``inputs`` alone; then the graph stays."""
         self.ledger.enter((_BACKWARD, _LOSS))
         # Not `loss.backward()`: what that runs, a mode that replaces functions does not see.
@@ -253,7 +253,7 @@ class _Run:
         gradients: list[tuple[Tensor | None, ...]] = []
         for node in for_weights:
             node.register_prehook(gradients.append)
-        self._run_backward((self.entered,))
+        self.backward((self.entered,))
         del self.loss, groups, ends
         left = self.ledger.kept()
         between = {phase: left[phase] + left[_BACKWARD, phase] for phase in (_START, *self.traced, _HEAD, _LOSS)}

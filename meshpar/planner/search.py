@@ -87,7 +87,7 @@ def search(job: Job, fixed: Mapping[str, Any] | None = None, keep: int = 10) -> 
 class _OfFirstLayers(NamedTuple):
     """Seconds of a microbatch through the first layers, by how many; no schedule changes them.
 
-    ``whole``: forward and backward; ``split``: with a backward in two parts.
+    ``whole``: forward and backward; ``split``: with a backward in two parts, or, as some are left, whole.
     """
 
     forward: list[float]
@@ -235,7 +235,7 @@ class _Search:
 
     def _least_state(self, setting: Setting) -> float:
         """Bytes that a rank of average parameters holds at least, whatever the schedule."""
-        return _state(setting.config, self._elements(setting.config) / setting.config.pp)
+        return sum(_state(setting.config, self._elements(setting.config) / setting.config.pp))
 
     def _least_memory(self, setting: Setting) -> float:
         """Bytes of the first pp rank at least: its layers' parameters, and what it holds of its microbatches at a time.
@@ -243,14 +243,25 @@ class _Search:
         That is activations, and what a stage receives into: one buffer a microbatch and side.
         """
         config, batch = setting
-        kept = self.job.study.activations(config, 1)
         counts = self.job.study.stage_layers(config)
         stages, count = stages_of_rank(config, 0), in_a_pass(config, batch)
         own = [counts[stage] for stage in stages]
         pairs = most_in_flight(config, count) if config.pp > 1 else 1
         sides = sum((stage > 0) + (stage < config.num_stages - 1) for stage in stages)
-        held = kept.layers[0].kept * pairs * min(own) + kept.hidden * sides * count
-        return _state(config, self._elements(config, sum(own))) + batch.rows * held
+        kept, hidden = self._kept(config, batch.rows)
+        state, gradients = _state(config, self._elements(config, sum(own)))
+        # Of few microbatches, all may be forward before there is a gradient.
+        return state + hidden * sides * count + max(gradients, kept * pairs * min(own))
+
+    def _kept(self, config: ParallelConfig, rows: int) -> tuple[int, int]:
+        """Bytes that a layer keeps of a microbatch at least, and of what passes between stages.
+
+        Measured of one row and two: it grows by as much with each row, masks by less or nothing.
+        """
+        first = self.job.study.activations(config, 1)
+        second = self.job.study.activations(config, 2) if rows > 1 else first
+        pairs = zip(first.layers, second.layers, strict=True)
+        return min(a.kept + (rows - 1) * (b.kept - a.kept) for a, b in pairs), rows * first.hidden
 
     def _least_seconds(self, shape: Setting) -> float:
         """Seconds that a step takes at least, whatever the schedule: what a pp rank computes on average."""
@@ -297,7 +308,7 @@ class _Search:
         return _OfFirstLayers(
             forward=[0.0, *accumulate(cost.forward for cost in each)],
             whole=[0.0, *accumulate(cost.forward + cost.backward for cost in each)],
-            split=[0.0, *accumulate(cost.forward + cost.inputs + cost.weights for cost in each)],
+            split=[0.0, *accumulate(c.forward + min(c.backward, c.inputs + c.weights) for c in each)],
         )
 
     def _placed(self, setting: Setting) -> tuple[ModelWork, Place]:
@@ -305,9 +316,15 @@ class _Search:
         return self.job.study.rough_work(setting.config), place
 
 
-def _state(config: ParallelConfig, elements: float) -> float:
-    """Bytes of a rank with so many parameters: they, gradients and moments; on a pipeline all of them whole as well."""
-    least = 4 * WIDTH[config.param_dtype] * elements / config.dp_shard
-    if config.pp > 1 and not config.reshards:
-        least += (WIDTH[config.compute_dtype] + WIDTH[config.reduce_dtype]) * elements
-    return least
+def _state(config: ParallelConfig, elements: float) -> tuple[float, float]:
+    """Bytes of a rank with so many parameters: they, gradients and moments; and what a pipeline adds of gradients.
+
+    A pipeline keeps weights and gradients whole. The first includes whole weights; the second is what whole gradients
+    are more than their shards.
+    """
+    width = WIDTH[config.param_dtype]
+    least = 4 * width * elements / config.dp_shard
+    if config.pp == 1 or config.reshards:
+        return least, 0.0
+    gradients = max(0.0, WIDTH[config.reduce_dtype] - width / config.dp_shard)
+    return least + WIDTH[config.compute_dtype] * elements, gradients * elements

@@ -22,7 +22,7 @@ from .simulate import Action, Kind
 from .skeleton import Skeleton, Weight
 
 
-@dataclass(slots=True)
+@dataclass(slots=True)  # not frozen, which is slow: a search makes millions
 class Moment:
     """What a rank holds at a time beside its state, in bytes."""
 
@@ -72,11 +72,11 @@ class Step:
             always = held + Moment("", 0, 0, self._buffers + self._weights)
             gradients = sum(whole.values())
             if kind in "FI" or index in whole:
-                yield self._heaviest[index][kind] + always + self._whole(gradients)
+                yield self._heaviest[index][kind] + always + self._whole(min(gradients, self._gradients))
                 continue
             stage = self.skeleton.ranges[index]
             for moment, behind in self._backward(stage, kind):
-                yield moment + always + self._whole(gradients + behind)
+                yield moment + always + self._whole(min(gradients + behind, self._gradients))
             whole[index] = self._sizes_of(stage) * self._reduce
 
     def held(self, actions: Sequence[Action]) -> Iterator[tuple[Action, Moment]]:
@@ -142,21 +142,24 @@ class Step:
     def _backward(self, r: StageRange, kind: Kind = "B") -> Iterator[tuple[Moment, int]]:
         """Each moment with the bytes of whole gradients that parts behind it have by then, in a first backward.
 
-        A backward for inputs turns what a part keeps into what is left for the weights, one part after another. That
-        for weights makes one gradient after another.
+        A backward for inputs turns what a part keeps into what is left for the weights, one part after another.
         """
         below, behind, layer, whole = 0, self.activations.between(r), r.start, self._sizes_of(r)
         for name, part in self._parts(r):
             around = self._gathered(name) + self._scattered(name, r)
             if name == "layer":
                 whole, layer = whole - self._sizes[layer], layer + 1
-            if name == "loss":
+            if name == "loss" and kind != "W":
                 yield Moment("loss", below, part.kept + part.backward, around), 0
                 continue
             behind -= part.between
             below += part.between if kind == "W" else part.kept
             held = below + (behind if kind == "I" else 0)
-            needed = part.backward if kind != "W" else self._largest * self._compute
+            needed = part.backward
+            if kind == "W":  # one gradient at a time, and a checkpointed layer's activations again
+                again = name == "layer" and self.config.activation_checkpoint != "none"
+                needed = max(0, part.backward - self._sizes[layer - 1] * self._compute) if again else 0
+                needed += self._largest * self._compute
             yield Moment("backward", held, 0, needed + around), whole * self._reduce
 
     def _sizes_of(self, r: StageRange) -> int:
