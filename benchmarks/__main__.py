@@ -9,12 +9,13 @@ import os
 import platform
 import re
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from . import checkpoint, demo_step, gpu, growth, load, loss, pipeline, set_up, step
+from . import checkpoint, demo_step, gpu, growth, load, loss, pipeline, plan, set_up, step
 
 OUT = Path(__file__).parent / "RESULTS.md"
 TABLES = {
@@ -24,6 +25,7 @@ TABLES = {
     "Pipeline schedules": pipeline.table,
     "Loading": load.table,
     "Setting up": set_up.table,
+    "Planner": plan.table,
     "Growth": growth.table,
     "Saving": checkpoint.table,
 }
@@ -39,12 +41,13 @@ def main(titles: list[str]) -> None:
     made = dict(re.findall(r"^## (.*)\n\n([\s\S]*?)\n(?=\n## |\Z)", OUT.read_text(), re.M)) if titles else {}
     failures = 0
     for title in titles or TABLES:
+        start = time.perf_counter()
         try:
             made[title] = TABLES[title]().strip()
         except (Exception, SystemExit) as error:  # a pipeline on a torch that has none, say
             made[title], failures = f"Does not run here: {str(error).strip().splitlines()[-1]}", failures + 1
         OUT.write_text(_report({t: made[t] for t in TABLES if t in made}))
-        print(f"wrote {title!r} to {OUT}", flush=True)
+        print(f"wrote {title!r} to {OUT} after {time.perf_counter() - start:.0f} s", flush=True)
     if failures:
         raise SystemExit(f"{failures} tables could not be made")
 

@@ -23,9 +23,7 @@ MODEL = "out/demo/model"
 PLAIN = "transformers, one process"
 MESHES = {
     "1 process": {},
-    "dp_shard=2": {"dp_shard": 2},
     "tp=2": {"tp": 2},
-    "pp=2": {"pp": 2},
     "pp=2 tp=2": {"pp": 2, "tp": 2},
     "pp=2 tp=3": {"pp": 2, "tp": 3},
 }

@@ -15,14 +15,13 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 from .styles import TensorParallel
 
-# Kept by "selective": results of weight matmuls, and of collectives that leave a block. The attention core, norms,
-# activations and gathered inputs are computed again: large, and cheap beside the matmuls (arXiv 2205.05198).
-_KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
+_SUMS = {
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
+# Kept by "selective": results of weight matmuls, and of collectives that leave a block. The attention core, norms,
+# activations and gathered inputs are computed again: large, and cheap beside the matmuls (arXiv 2205.05198).
+_KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *_SUMS}
 
 
 def apply_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str, tp: TensorParallel) -> None:
@@ -61,26 +60,39 @@ def _choose(context: object, func: object, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if func in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 class _Keep(TorchDispatchMode):
     """Remembers the results of `_KEPT` in the order of a layer's forward."""
 
     def __init__(self, kept: list[Tensor | None]) -> None:
         super().__init__()
         self.kept = kept
+        self.source: dict[int, int] = {}  # of a storage, the one that it is a copy of
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.is_mutable:
-            self._forget_written(args)
+        if func._schema.is_mutable or func in _SUMS:
+            self._forget(args)
         out = func(*args, **(kwargs or {}))
         if func in _KEPT:
             self.kept.append(out.detach())  # the result itself would keep its own graph alive
+            self.source.pop(_storage(out), None)
+        elif func is torch.ops.aten.cat.default and len(sources := {_storage(tensor) for tensor in args[0]}) == 1:
+            self.source[_storage(out)] = sources.pop()  # a result in another order, as it is scattered
         return out
 
-    def _forget_written(self, args: tuple) -> None:
-        """A result that the layer then changes in place (OLMo clamps its projections) must be computed again."""
-        written = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
+    def _forget(self, args: tuple) -> None:
+        """Have results computed again that the layer changes in place (OLMo clamps its projections) or sums over tp.
+
+        What is summed is as large as tp ranks' shards of the sum, which is kept, and no backward reads it: of the two
+        in a layer, attention's is computed again on the way to the MLP, and the MLP's ends the layer.
+        """
+        given = {_storage(a) for a in args if isinstance(a, Tensor)}
+        given |= {self.source.pop(key) for key in given & self.source.keys()}
         for i, tensor in enumerate(self.kept):
-            if tensor is not None and tensor.untyped_storage()._cdata in written:
+            if tensor is not None and _storage(tensor) in given:
                 self.kept[i] = None
 
 

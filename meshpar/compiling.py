@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import ParallelConfig
-from .schedules import SCHEDULES
+from .schedules import splits_backward
 from .styles import TensorParallel
 
 log = logging.getLogger("meshpar")
@@ -33,7 +33,7 @@ def apply_compile(layers: Sequence[nn.Module], tp: TensorParallel, config: Paral
     torch._dynamo.config.recompile_limit = limit
     # A backward may run twice, as a zero-bubble schedule's does: it must not write into what was saved for it.
     torch._functorch.config.donated_buffer = False
-    if config.pp > 1 and SCHEDULES[config.schedule].splits_backward:
+    if splits_backward(config):
         log.warning(
             "compile=True with schedule=%s: the backward of a compiled layer does not come in two parts, so all of it "
             "runs twice; a schedule without a split backward (1F1B, Interleaved1F1B) costs less",

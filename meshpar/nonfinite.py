@@ -22,7 +22,7 @@ from .grads import local
 from .model import Batches, ParallelModel
 from .pipeline import StageModule
 from .rng import rng_state, set_rng_state
-from .schedules import SCHEDULES
+from .schedules import splits_backward
 from .split import Hole
 
 # In this order: what is wrong before the step starts makes the rest wrong, too.
@@ -96,7 +96,7 @@ class _Inspection:
         self.at = self.backward_at = (0, 0)  # microbatch and stage
         self.count = 0
         config = model.parallel_config
-        self.split_backward = config.pp > 1 and SCHEDULES[config.schedule].splits_backward
+        self.split_backward = splits_backward(config)
         self.params: set[nn.Parameter] = set()
         self.handles: list[RemovableHandle] = []
 

@@ -69,6 +69,11 @@ def accepts_microbatches(config: ParallelConfig, microbatches: int) -> bool:
     return microbatches >= 1
 
 
+def splits_backward(config: ParallelConfig) -> bool:
+    """Whether there is a pipeline whose backwards come in two parts."""
+    return config.pp > 1 and SCHEDULES[config.schedule].splits_backward
+
+
 def why_refused(config: ParallelConfig, microbatches: int) -> str:
     """Why the schedule cannot run this many microbatches: the end of a sentence that starts with the number."""
     if SCHEDULES[config.schedule].microbatches == "stages":

@@ -65,44 +65,47 @@ def _kept_in_a_step(config: dict, family: str, changes: dict, batch: dict) -> di
     forwards: list[Alive] = []
     stages: dict[int, int] = {}
     saved: dict[int, int] = {}
-    most = 0
+    most: list[int] = []  # after each forward
 
     def measured(module, forward):
         index = module.stage.range.index
 
         def run(*args, **kwargs):
-            nonlocal most
-            ids: dict[int, Tensor] = {}
-            hooks = saved_tensors_hooks(
-                lambda t: ids.setdefault(t.untyped_storage()._cdata, t) is None or t, lambda t: t
-            )
-            with Alive() as alive, hooks:
+            sizes: dict[int, int] = {}
+
+            def pack(tensor: Tensor) -> Tensor:
+                storage = tensor.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+                return tensor.detach()  # an output itself would hold the node that holds it
+
+            with Alive() as alive, saved_tensors_hooks(pack, lambda tensor: tensor):
                 out = forward(*args, **kwargs)
             of_fsdp = set(_of_fsdp(model._runner))
             inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
             for key in of_fsdp | inputs:
                 alive.made.pop(key, None)
-            saved.setdefault(
-                index, sum(t.untyped_storage().nbytes() for k, t in ids.items() if k not in of_fsdp | inputs)
-            )
-            ids.clear()
+            saved.setdefault(index, sum(size for key, size in sizes.items() if key not in of_fsdp | inputs))
             forwards.append(alive)
-            # The least of its forwards: gloo's thread may hold a collective's buffer for a moment longer.
-            stages[index] = min(stages.get(index, alive.nbytes()), alive.nbytes())
-            most = max(most, sum(one.nbytes() for one in forwards))
+            stages[index] = min(alive.nbytes(), stages.get(index, alive.nbytes()))  # gloo may let go of some late
+            most.append(sum(one.nbytes() for one in forwards))
             return out
 
         return run
 
     for module in model._pipeline.modules:
         module.forward = measured(module, module.forward)
+    peaks = []
     gc.collect()
     gc.disable()
     try:
-        model.forward_backward(own)
+        for _ in range(2):
+            forwards.clear()
+            most.clear()
+            model.forward_backward(own)
+            peaks.append(max(most))
     finally:
         gc.enable()
-    return place(model.mesh) | {"stages": stages, "saved": saved, "most": most}
+    return place(model.mesh) | {"stages": stages, "saved": saved, "most": min(peaks)}
 
 
 def _of_fsdp(root) -> Iterator[int]:

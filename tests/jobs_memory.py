@@ -50,6 +50,32 @@ def kept_bytes(config: dict, batch: dict) -> tuple[int, int]:
     return found[0], found[1]
 
 
+def kept_and_computed_again(config: dict, batch: dict) -> dict[str, tuple[int, int]]:
+    """By checkpointing mode, bytes that a forward leaves allocated, and products of matrices in its backward."""
+    found = {}
+    for mode in ("none", "selective", "full"):
+        model = make(config | {"activation_checkpoint": mode})
+        model(**batch).loss.backward()
+        with Alive() as alive:
+            loss = model(**batch).loss
+        gc.collect()
+        kept = alive.nbytes()
+        with Products() as products:
+            loss.backward()
+        found[mode] = kept, products.count
+    return found
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
 def head_is_reduced_early(config: dict, changes: dict) -> bool:
     """Whether this rank has its part of the head's gradient when the last layer's backward begins."""
     model, found = make(config, model_changes=changes), []

@@ -119,7 +119,7 @@ def test_every_rank_of_a_mesh_of_16384_is_forecast():
     config = ParallelConfig(pp=16, dp_shard=128, tp=8, activation_checkpoint="full")
     with no_network(config.tp) as group:
         laid_out = lay_out(open_skeleton(llama("405b")), config, group)
-        ranks = memory_of_ranks(laid_out, config, measure(laid_out, config, 1, 8192), 16)
+        ranks = list(memory_of_ranks(laid_out, config, measure(laid_out, config, 1, 8192), 16))
     assert sum(rank.count for rank in ranks) == config.world_size
     assert heaviest(ranks).pp < 2
     one_each = {rank.pp: rank for rank in reversed(ranks)}.values()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
 from meshpar.config import ParallelConfig
-from meshpar.planner.activations import measure
+from meshpar.planner.activations import Activations, Kept, measure
 from meshpar.planner.memory import memory_of_ranks
 from meshpar.planner.orders import schedule_order
 from meshpar.planner.simulate import Action
@@ -79,7 +82,7 @@ def test_state_is_exact_to_the_byte(pool):
         cases = [(*case, batch) for case, batch in zip(cases, batches, strict=True)]
         real = pool.run(world, jobs.state_bytes, cases)
         for i, case in enumerate(cases):
-            ranks = memory_of_ranks(*forecast(*case))
+            ranks = list(memory_of_ranks(*forecast(*case)))
             assert sum(r.count for r in ranks) == world
             for found in (rank[i] for rank in real):
                 want = of_rank(ranks, found)
@@ -115,17 +118,29 @@ def test_activations_are_what_autograd_keeps(pool):
             skeleton, config, kept, count = forecast(*case)
             order = schedule_order(config, count) if config.pp > 1 else [[(Action("F", 0, 0),)]]
             for found in (rank[i] for rank in real):
-                step = Step(skeleton, config, kept, count, skeleton.weights, found["pp"])
+                step = Step(skeleton, config, _of_forwards(kept), count, skeleton.weights, found["pp"])
                 actions = [action for actions in order[found["pp"]] for action in actions]
                 most = max(_both(held + step.kept(skeleton.ranges[a.stage])) for a, held in step.held(actions))
-                if config.virtual_stages == 1:  # what was sent lives until gloo's thread lets go of it
-                    assert -0.05 * most <= found["most"] - most <= 0.05 * most + kept.hidden, case[:3]
+                # What was sent last stays for a moment; what goes to this rank's own next stage is its receive buffer.
+                own = sum(a == b == found["pp"] for a, b in pairwise(skeleton.stage_ranks))
+                late = kept.hidden * (own * count if config.virtual_stages > 1 else 1)
+                assert found["most"] - late <= most * 1.05 <= found["most"] * 1.1, case[:3]
                 for index, size in found["stages"].items():
                     stage = skeleton.ranges[index]
                     assert _both(step.kept(stage)) == pytest.approx(size, rel=0.01), (case[:3], index)
                     if config.tp == 1 and config.activation_checkpoint == "none":
                         sent = 0 if stage.is_last else kept.hidden
-                        assert found["saved"][index] + sent == size
+                        assert found["saved"][index] + sent == pytest.approx(size, abs=64)  # the loss
+
+
+def _of_forwards(kept: Activations) -> Activations:
+    """Without gradients, which the recording leaves out: between its parts, a backward has what the forward kept."""
+
+    def same(part: Kept) -> Kept:
+        return replace(part, between=part.kept)
+
+    parts = {name: same(getattr(kept, name)) for name in ("embedding", "shared", "head", "loss")}
+    return replace(kept, layers=[same(layer) for layer in kept.layers], **parts)
 
 
 def _both(moment: Moment) -> int:
@@ -145,6 +160,10 @@ PEAK_CASES = [
     (mesh(tp=2), "llama", WIDE),
     (mesh(pp=2) | dict(compute_dtype="bfloat16"), "llama", WIDE),
     (mesh(pp=2, schedule="Interleaved1F1B", activation_checkpoint="full"), "llama", WIDE),
+    (mesh(pp=2, schedule="InterleavedZeroBubble"), "llama", WIDE),
+    (mesh(pp=2, schedule="ZBVZeroBubble"), "llama", WIDE),
+    (mesh(pp=2, schedule="ZBVZeroBubble", activation_checkpoint="full"), "llama", WIDE),
+    (mesh(pp=2, schedule="ZBVZeroBubble") | dict(compute_dtype="bfloat16"), "llama", WIDE),
 ]
 
 
@@ -153,7 +172,7 @@ def test_the_peak_of_a_step(pool):
     cases = [(*case, models.make_batch(8, 128, WIDE["vocab_size"])) for case in PEAK_CASES]
     real = pool.run(2, jobs.peaks, cases)
     for i, case in enumerate(cases):
-        ranks = memory_of_ranks(*forecast(*case))
+        ranks = list(memory_of_ranks(*forecast(*case)))
         for found in (rank[i] for rank in real):
             want, peak = of_rank(ranks, found), found["held"] + found["peak"]
             early = want.gradients if case[0]["pp"] == 1 else 0

@@ -24,6 +24,19 @@ def test_autograd_keeps_shards_of_what_is_gathered(pool, tp):
         assert whole - kept == 2 * LAYERS * (gathered - gathered // tp)
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_selective_checkpointing_keeps_no_partial_sums(pool, tp, sequence_parallel):
+    """What is summed over tp is not kept beside the sum; attention's is computed again, the MLP's is not needed."""
+    config = dict(dp_shard=1, tp=tp, sequence_parallel=sequence_parallel, compute_dtype="float32")
+    layers = models.tiny_config().num_hidden_layers
+    for found in pool.run(tp, jobs.kept_and_computed_again, config, models.make_batch(2, 64)):
+        (whole, plain), (some, selective), (least, full) = found.values()
+        assert selective - plain == layers
+        assert full - plain == 6 * layers
+        assert least < some < whole
+
+
 @pytest.mark.parametrize("seq", [15, 16])
 def test_a_graph_can_be_gone_through_twice(pool, seq):
     batch = models.make_batch(rows=ROWS, seq=seq)

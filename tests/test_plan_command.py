@@ -10,9 +10,13 @@ from transformers import LlamaConfig
 
 import meshpar
 from meshpar.cli import main
+from meshpar.config import ParallelConfig
+from meshpar.planner.communication import Microbatches
 from meshpar.planner.forecast import room
 from meshpar.planner.job import open_job
 from meshpar.planner.search import HEADS, LAYERS, MEMORY, STATE, search
+from meshpar.planner.skeleton import open_skeleton
+from meshpar.planner.study import Study
 from meshpar.recipe import load_recipe
 from tests import models
 from tests.workspace import recipe as make_recipe
@@ -96,7 +100,7 @@ def test_from_python_and_as_text(tiny, capsys):
 
 @pytest.fixture(scope="module")
 def large():
-    """Searches of an 8B and a 70B model: what is common to a model's meshes is found once."""
+    """An 8B model on 64 devices."""
     job = open_job(llama("8b"), {"batch.global_size": 256, "data.seq_len": 4096}, 64, "h100-80gb", search=True)
     return search(job, keep=5)
 
@@ -108,6 +112,44 @@ def test_the_fewest_model_parallel_ranks_that_fit_come_out(large):
     assert [one.time.step_seconds for one in large.best] == sorted(one.time.step_seconds for one in large.best)
     assert {MEMORY, STATE, LAYERS, HEADS} <= set(large.pruned)
     assert sum(large.pruned.values()) + len(large.best) == large.considered
+
+
+@pytest.mark.parametrize(
+    ("across", "world", "rows", "pipelined"), [("infiniband-ndr", 256, 1024, False), ("ethernet-100g", 64, 1024, True)]
+)
+def test_what_experts_advise_comes_out_for_a_large_model(across, world, rows, pipelined):
+    """Tensor parallelism stays inside a node; a pipeline is for a slow network, and has at least 4 pp microbatches."""
+    sizes = {"batch.global_size": rows, "data.seq_len": 4096}
+    job = open_job(llama("70b"), sizes, world, "h100-80gb", across=across, search=True)
+    best = search(job, {"schedule": "1F1B", "dp_replicate": 1, "micro_size": 1}, keep=1).best[0]
+    assert 1 < best.config.tp <= 8
+    assert not best.spans
+    assert (best.config.pp > 1) == pipelined
+    assert not pipelined or best.batch.count >= 4 * best.config.pp
+
+
+def test_what_meshes_share_does_not_depend_on_who_came_first():
+    """Layouts, arithmetic and activations are found once for all meshes that are alike."""
+    config, batch = models.tiny_config(num_hidden_layers=4), Microbatches(2, 32, 4)
+    shapes = [
+        (1, 1, "1F1B", 1),
+        (2, 1, "1F1B", 1),
+        (2, 2, "ZBVZeroBubble", 2),
+        (1, 2, "1F1B", 1),
+        (2, 2, "GPipe", 1),
+        (2, 1, "InterleavedZeroBubble", 2),
+    ]
+    meshes = [
+        ParallelConfig(pp=pp, dp_shard=8 // pp // tp, tp=tp, schedule=schedule, virtual_stages=virtual, **more)
+        for pp, tp, schedule, virtual in shapes
+        for more in ({}, {"activation_checkpoint": "full", "sequence_parallel": False}, {"compute_dtype": "float32"})
+    ]
+    shared = Study(open_skeleton(config), 32)
+    for mesh in meshes:
+        alone = Study(open_skeleton(config), 32)
+        assert list(shared.memory(mesh, batch)) == list(alone.memory(mesh, batch)), mesh
+        assert shared.work(mesh) == alone.work(mesh), mesh
+        assert shared.traffic(mesh, batch, 0) == alone.traffic(mesh, batch, 0), mesh
 
 
 def test_search_ranks_and_writes_a_recipe_that_loads(tiny, tmp_path, capsys):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from meshpar.config import ConfigError, ParallelConfig
-from meshpar.planner.orders import schedule_order
+from meshpar.planner.orders import most_in_flight, schedule_order
 from meshpar.planner.simulate import Action, simulate
-from meshpar.schedules import SCHEDULES
+from meshpar.schedules import SCHEDULES, accepts_microbatches
 
 EQUAL = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 
@@ -46,6 +48,13 @@ def test_every_stage_sees_every_microbatch_once(config):
     spans = simulate(order, lambda stage, kind: EQUAL[kind]).ranks
     assert [s.action for rank in spans for s in rank] == actions
     assert all(a.finish <= b.start for rank in spans for a, b in itertools.pairwise(rank))
+
+
+def test_what_the_first_rank_holds_has_a_closed_form():
+    for config in {replace(config, microbatches=None) for config in runnable()}:
+        for microbatches in filter(partial(accepts_microbatches, config), (1, 3, 7, 16, 30)):
+            first = timeline(config.schedule, config.pp, microbatches, config.virtual_stages).in_flight[0]
+            assert most_in_flight(config, microbatches) == first, (config, microbatches)
 
 
 @pytest.mark.parametrize(

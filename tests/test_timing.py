@@ -197,11 +197,16 @@ def test_where_the_worst_group_of_a_dimension_sits(ranks, stride, want):
     assert (found.nodes, found.per_node) == want
 
 
+def test_numbers_of_devices_have_a_source_and_are_in_order():
+    assert [x.name for x in (*DEVICES.values(), *LINKS.values()) if not x.source] == []
+    peaks = {d.name: [d.peak[t] for t in ("bfloat16", "tf32", "float32")] for d in DEVICES.values() if d.asynchronous}
+    assert [name for name, peak in peaks.items() if peak != sorted(peak, reverse=True)] == []
+
+
 def test_names_of_devices():
-    assert [d.name for d in DEVICES.values() if not d.source] == []
     names = {
         "NVIDIA A100-SXM4-40GB": "a100-40gb",
-        "NVIDIA A100 80GB PCIe": "a100-80gb",
+        "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
         "NVIDIA H100 80GB HBM3": "h100-80gb",
         "NVIDIA H100 PCIe": "h100-pcie-80gb",
         "NVIDIA GH200 480GB": "gh200-96gb",

@@ -8,13 +8,15 @@ out: parameters are whole, as it shows them to a layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups
 
 from ..blocks import hidden_argument
 from ..checkpointing import apply_checkpointing
@@ -32,12 +34,14 @@ _START, _EMBEDDING, _HEAD, _LOSS, _BACKWARD = "start", "embedding", "head", "los
 class Kept:
     """Bytes of one part of a model: ``kept`` for the backward of a microbatch, and the most that its forward and its
     backward hold above what is kept of all parts up to it. The backward's include the part's gradients, whole.
-    ``with_output``: whether what it returns is among what is kept."""
+    ``with_output``: whether what it returns is among what is kept. ``between``: what is left after a backward for
+    inputs alone, for the one for weights; 0 without a pipeline."""
 
     kept: int
     forward: int
     backward: int
     with_output: bool = False
+    between: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,14 @@ class Activations:
         if r.is_last:
             return kept + self.head.kept
         return kept + (0 if layers[-1].with_output else self.hidden)
+
+    def between(self, r: StageRange) -> int:
+        """Bytes that are left on a stage between the two parts of a microbatch's backward."""
+        layers = self.layers[r.start : r.stop]
+        left = self.shared.between + sum(layer.between for layer in layers)
+        if r.is_last:
+            return left + self.head.between + self.loss.between
+        return left + (0 if layers[-1].with_output else self.hidden)  # torch holds a stage's output that long
 
 
 def measure(
@@ -89,7 +101,8 @@ def measure(
             sp = str(skeleton.tp.sequence_parallel).lower()
             raise ValueError(f"{label} does not run at tp={config.tp}, sequence_parallel={sp}: {why}") from error
         run.backward()
-    return run.result()
+        found = run.result()
+        return run.with_split_backward(found) if config.pp > 1 else found
 
 
 def _keep_few(skeleton: Skeleton) -> list[int]:
@@ -162,6 +175,8 @@ class _Run:
         self.runner = Runner(model, anatomy, [Stage(StageRange(0, 1, 0, anatomy.num_layers))], skeleton.tp)
         self.ledger = Ledger(_START)
         self.hidden = 0
+        self.splitting = False  # a stage's input needs a gradient, whether or not the embedding does
+        self.entered: Tensor
         self.outputs: dict[int, Callable[[], bool]] = {}
         self.inputs = {"input_ids": torch.empty((rows, seq_len), dtype=torch.int64, device="meta")}
         if packed:
@@ -186,6 +201,8 @@ class _Run:
         if index == 0:
             self.ledger.assign(hidden, _EMBEDDING)
             self.hidden = hidden.nbytes
+            if self.splitting:
+                self.entered = hidden.requires_grad_()
             self._on_gradient(hidden, (_BACKWARD, _EMBEDDING))
         self.ledger.enter(index)
 
@@ -218,11 +235,35 @@ class _Run:
             logits = logits.build().float()
         return cross_entropy_sum(logits, self.targets, 0, real, tp.group)
 
-    def backward(self) -> None:
+    def backward(self, inputs: tuple[Tensor, ...] = ()) -> None:
+        """For everything, or for ``inputs`` alone; then the graph stays."""
         self.ledger.enter((_BACKWARD, _LOSS))
         # Not `loss.backward()`: what that runs, a mode that replaces functions does not see.
-        one = torch.ones_like(self.loss)
-        Variable._execution_engine.run_backward((self.loss,), (one,), False, False, (), True, True)
+        one, some = torch.ones_like(self.loss), bool(inputs)
+        Variable._execution_engine.run_backward((self.loss,), (one,), some, False, inputs, True, not some)
+
+    def with_split_backward(self, found: Activations) -> Activations:
+        """``found`` with what another forward leaves after its backward for inputs alone."""
+        self.splitting = True
+        self.forward()
+        weights = [get_gradient_edge(p).node for p in self.skeleton.model.parameters() if p.requires_grad]
+        ends = [get_gradient_edge(t).node for t in (self.loss, self.entered)]
+        groups = get_param_groups([ends[1]], weights, construct_reverse_graph([ends[0]]))
+        for_weights = [node for group in groups for node in group["intermediates"]]
+        gradients: list[tuple[Tensor | None, ...]] = []
+        for node in for_weights:
+            node.register_prehook(gradients.append)
+        self.backward((self.entered,))
+        del self.loss, groups, ends
+        left = self.ledger.kept()
+        between = {phase: left[phase] + left[_BACKWARD, phase] for phase in (_START, *self.traced, _HEAD, _LOSS)}
+        return replace(
+            found,
+            layers=[replace(found.layers[i], between=between[i]) for i in self.standing_for],
+            shared=replace(found.shared, between=between[_START]),
+            head=replace(found.head, between=between[_HEAD]),
+            loss=replace(found.loss, between=between[_LOSS]),
+        )
 
     def result(self) -> Activations:
         """From what was alive between forward and backward, by the phase that made it."""

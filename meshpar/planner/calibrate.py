@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from .links import Link
 
 _SECONDS = 0.3  # of each measurement
 _GPU_SIZES, _CPU_SIZES = (2048, 4096, 8192), (256, 512, 1024)
+_LIMIT = 120  # seconds that ranks wait for each other
 _SMALL, _LARGE = 1 << 10, 1 << 24  # bytes of the collectives that latency and bandwidth are read off
 
 
@@ -91,7 +93,8 @@ def _measure(rank: int, processes: int, dtype: str, directory: str) -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     where = f"file://{directory}/store"
-    dist.init_process_group("nccl" if on_gpu else "gloo", where, rank=rank, world_size=processes)
+    backend, limit = "nccl" if on_gpu else "gloo", timedelta(seconds=_LIMIT)
+    dist.init_process_group(backend, where, timeout=limit, rank=rank, world_size=processes)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # as torchrun has it
     found = calibrate(device, dtype)
     if rank == 0:

@@ -56,11 +56,19 @@ def run(args: argparse.Namespace) -> int:
         best, whole = ranking.best[0], ranking.as_dict()
         text = f"{ranking_as_text(ranking)}\n\nThe first of them:\n\n"
     else:
-        best, text = forecast(job), ""
+        best, text = _forecast(job), ""
         whole = best.as_dict()
     print(json.dumps(whole) if args.json else text + as_text(best, _started_from(args)))
     _write(args, job, best)
     return 0
+
+
+def _forecast(job: Job) -> MeshForecast:
+    """The forecast; a mesh that the model cannot be laid out on is bad usage, as any other that cannot be."""
+    try:
+        return forecast(job)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _legal(job: Job, name: str) -> Any:

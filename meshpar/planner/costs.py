@@ -112,9 +112,11 @@ def layer_cost(work: Work, hidden: int, batch: Microbatches, place: Place) -> Co
     rest = work.pointwise * tokens / device.memory_rate
     ahead, back, again = _tp_seconds(hidden, batch, place)
     forward = place.busy(products + core + rest, work.operations)
+    # Attention's output matrix: what is summed over tp is not kept; that of the MLP ends a layer and is not needed.
+    summed = work.attention * hidden * tokens / device.matmul_rate(dtype) if config.tp > 1 else 0.0
     replay = {
         "none": 0.0,
-        "selective": place.busy(core + rest, work.operations),
+        "selective": place.busy(core + rest + summed, work.operations),
         "full": forward,
     }[config.activation_checkpoint]
     inputs = place.busy(products + _ATTENTION_BACKWARD * core + POINTWISE_BACKWARD * rest, work.operations) + replay

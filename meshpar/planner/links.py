@@ -1,6 +1,6 @@
 """Links between ranks, and how long a collective takes over them: latency a step of the ring, and bytes a second.
 
-NCCL adds up a ring's time in this way to choose its algorithm (src/graph/tuning.cc of NCCL 2.20 and later).
+NCCL adds up a ring's time in this way to choose its algorithm (src/graph/tuning.cc of NCCL 2.20.3 and later).
 """
 
 from __future__ import annotations
@@ -38,25 +38,45 @@ class Link:
         return self.bandwidth * self.efficiency
 
 
-_NVLINK = "NVIDIA data sheets give both directions together"
+# The part that is reached: NCCL (src/graph/topo.h) counts on 20 GB/s of a link of NVLink 2 to 4 and on 40 of NVLink 5,
+# where 25 and 50 are published, on 12 of PCIe 3.0 and on 12 of 100 Gb/s.
+_NVLINK = "both directions together"
 LINKS = {
     link.name: link
     for link in (
-        Link("nvlink2", 150e9, _OVER_NVLINK, f"V100 data sheet, 300 GB/s; {_NVLINK}"),
-        Link("nvlink3", 300e9, _OVER_NVLINK, f"A100 data sheet, 600 GB/s; {_NVLINK}"),
-        Link("nvlink4", 450e9, _OVER_NVLINK, f"H100 SXM data sheet, 900 GB/s; {_NVLINK}"),
-        Link("nvlink4-bridge", 300e9, _OVER_NVLINK, f"H100 PCIe and NVL data sheets, 600 GB/s a pair; {_NVLINK}"),
-        Link("nvlink5", 900e9, _OVER_NVLINK, f"HGX B200 data sheet, 1.8 TB/s; {_NVLINK}"),
-        Link("nvlink-400", 200e9, _OVER_NVLINK, f"A800 and H800, 400 GB/s; {_NVLINK}"),
         Link(
-            "infinity-fabric", 448e9, _OVER_NVLINK, "MI300X data sheet, 7 links of 128 GB/s, both directions together"
+            "nvlink2", 150e9, _OVER_NVLINK, f"NVIDIA V100, 300 GB/s {_NVLINK}, jingchaozhang.github.io/A100-white-paper"
         ),
-        Link("pcie3", 16e9, _OVER_PCIE, "PCI-SIG, x16 at 8 GT/s"),
-        Link("pcie4", 32e9, _OVER_PCIE, "PCI-SIG, x16 at 16 GT/s"),
-        Link("pcie5", 64e9, _OVER_PCIE, "PCI-SIG, x16 at 32 GT/s"),
-        Link("infiniband-hdr", 25e9, _OVER_NETWORK, "InfiniBand Trade Association, HDR 200 Gb/s", efficiency=0.9),
-        Link("infiniband-ndr", 50e9, _OVER_NETWORK, "InfiniBand Trade Association, NDR 400 Gb/s", efficiency=0.9),
-        Link("infiniband-xdr", 100e9, _OVER_NETWORK, "InfiniBand Trade Association, XDR 800 Gb/s", efficiency=0.9),
+        Link(
+            "nvlink3", 300e9, _OVER_NVLINK, f"NVIDIA A100, 600 GB/s {_NVLINK}, jingchaozhang.github.io/A100-white-paper"
+        ),
+        Link("nvlink4", 450e9, _OVER_NVLINK, f"NVIDIA H100 SXM, 900 GB/s {_NVLINK}, NVIDIA/nccl#1264"),
+        Link("nvlink4-bridge", 300e9, _OVER_NVLINK, f"NVIDIA H100 PCIe and NVL, 600 GB/s a pair {_NVLINK}, assumed"),
+        Link(
+            "nvlink5", 900e9, _OVER_NVLINK, f"NVIDIA B200, 1.8 TB/s {_NVLINK}, verda.com/blog/gb300-nvl72-architecture"
+        ),
+        Link(
+            "nvlink-400", 200e9, _OVER_NVLINK, f"NVIDIA A800 and H800, 400 GB/s {_NVLINK}, aiwiki.ai/wiki/nvidia_a800"
+        ),
+        Link(
+            "infinity-fabric",
+            448e9,
+            _OVER_NVLINK,
+            "AMD MI300X, 7 links of 64 GB/s, 48 of them usable, rocm.blogs.amd.com mi300x-rccl-xgmi; latency assumed",
+            efficiency=0.75,
+        ),
+        Link("pcie3", 15.75e9, _OVER_PCIE, "x16 at 8 GT/s with 128b/130b, intel.com/.../programmable/683111"),
+        Link("pcie4", 31.5e9, _OVER_PCIE, "x16 at 16 GT/s with 128b/130b, twice PCIe 3.0"),
+        Link("pcie5", 63e9, _OVER_PCIE, "x16 at 32 GT/s with 128b/130b, twice PCIe 4.0"),
+        Link(
+            "infiniband-hdr",
+            25e9,
+            _OVER_NETWORK,
+            "4 lanes of 50 Gb/s, github.com/open-mpi/ompi/pull/4946",
+            efficiency=0.9,
+        ),
+        Link("infiniband-ndr", 50e9, _OVER_NETWORK, "4 lanes of 100 Gb/s, Linux commit f946e45f59ef", efficiency=0.9),
+        Link("infiniband-xdr", 100e9, _OVER_NETWORK, "4 lanes of 200 Gb/s, Linux commit 0f1f9b5e47ce", efficiency=0.9),
         Link("ethernet-400g", 50e9, _OVER_NETWORK, "IEEE 802.3bs, 400 Gb/s; with RDMA"),
         Link("ethernet-100g", 12.5e9, 30e-6, "IEEE 802.3, 100 Gb/s; latency of TCP assumed"),
         Link("ethernet-10g", 1.25e9, 30e-6, "IEEE 802.3, 10 Gb/s; latency of TCP assumed"),

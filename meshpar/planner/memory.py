@@ -53,21 +53,19 @@ class MemoryOfRank:
 
 def memory_of_ranks(
     skeleton: Skeleton, config: ParallelConfig, activations: Activations, microbatches: int
-) -> list[MemoryOfRank]:
+) -> Iterator[MemoryOfRank]:
     """All ranks, those that are alike once: by pp rank, then by the rank among those that FSDP shards over.
 
     ``microbatches``: of one data-parallel rank in a step, as many as ``activations`` was measured for one of.
     """
     order = schedule_order(config, microbatches) if config.pp > 1 else None
-    found = []
     for pp_rank in range(config.pp):
         weights = [w for w in skeleton.weights if pp_rank in w.ranks]
         step = Step(skeleton, config, activations, microbatches, weights, pp_rank)
         actions = [a for action in order[pp_rank] for a in action] if order else None
         heaviest = max(step.moments(actions), key=lambda moment: moment.total)
         for dp_rank, alike in _alike_shards(weights, config.dp_shard):
-            found.append(_of_rank(config, weights, heaviest, pp_rank, dp_rank, alike))
-    return found
+            yield _of_rank(config, weights, heaviest, pp_rank, dp_rank, alike)
 
 
 def heaviest(ranks: Iterable[MemoryOfRank]) -> MemoryOfRank:

@@ -24,10 +24,29 @@ def _order(schedule: str, pp: int, virtual: int, microbatches: int) -> list[list
     if issubclass(cls, PipelineScheduleSingle):
         warmups = [microbatches if schedule == "GPipe" else pp - rank for rank in range(pp)]
         return [_one_stage(rank, min(warmup, microbatches), microbatches) for rank, warmup in enumerate(warmups)]
-    # An order depends on no more of a stage than this, so that none has to be made.
+    # An order depends on no more of a stage than this, so that none has to be made; what is sent follows from it.
     stage = SimpleNamespace(num_stages=pp * virtual, group_size=pp, group_rank=0, submod=nn.Module())
-    order = cls([stage] * virtual, microbatches, loss_fn=lambda out, _: out).pipeline_order
+    ordering = type(cls.__name__, (cls,), {"_prepare_schedule_with_comms": lambda self, order: None})
+    order = ordering([stage] * virtual, microbatches, loss_fn=lambda out, _: out).pipeline_order
     return [[step for action in order[rank] if (step := _step(action))] for rank in range(pp)]
+
+
+def most_in_flight(config: ParallelConfig, microbatches: int) -> int:
+    """(stage, microbatch) pairs that the first pp rank holds between forward and backward at most, by closed forms.
+
+    arXiv 2104.04473 and 2401.10241, and for DualPipeV and short runs what torch's orders give.
+    """
+    pp, virtual = config.pp, config.virtual_stages
+    of_a_round = microbatches // max(1, microbatches // pp)
+    most = {
+        "1F1B": pp,
+        "Interleaved1F1B": 2 * (pp - 1) + (virtual - 1) * of_a_round + 1,
+        "InterleavedZeroBubble": pp - 1 + (virtual - 1) * of_a_round + 1,
+        "ZBVZeroBubble": min(2 * pp, microbatches + 1),
+        "DualPipeV": 2 * pp + 1,
+    }
+    every = microbatches * virtual
+    return min(every, most.get(config.schedule, every))
 
 
 def _one_stage(stage: int, warmup: int, microbatches: int) -> list[Step]:

@@ -7,25 +7,24 @@ good is in here.
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, pairwise, product
-from operator import add
 from typing import Any, NamedTuple
 
 from ..config import ACTIVATION_CHECKPOINTS, MESH_SIZES, ConfigError, ParallelConfig, check_model, divisors
-from ..schedules import SCHEDULES, accepts_microbatches
+from ..schedules import SCHEDULES, accepts_microbatches, splits_backward
 from ..split import stages_of_rank
 from . import timing
 from .communication import Microbatches
-from .costs import WIDTH, Cost, Place, stage_costs
+from .costs import WIDTH, Place, stage_costs
 from .forecast import Job, MeshForecast, forecast_of, room
-from .memory import heaviest
-from .orders import schedule_order
+from .orders import most_in_flight
 from .study import in_a_pass
-from .work import ModelWork, Work
+from .work import ModelWork
 
 BATCH, SCHEDULE, HEADS, LAYERS, STATE, MEMORY, SLOWER = (
     "the batch does not divide over dp and microbatches",
@@ -76,7 +75,24 @@ def search(job: Job, fixed: Mapping[str, Any] | None = None, keep: int = 10) -> 
     ``fixed``: settings that are not searched, by their names in `ParallelConfig`, and "micro_size". Raises ConfigError
     where nothing fits, with how many settings failed for which reason.
     """
-    return _Search(job, dict(fixed or {}), keep).run()
+    collects = gc.isenabled()
+    gc.disable()  # a search keeps what it makes: looking for garbage takes a quarter of its time
+    try:
+        return _Search(job, dict(fixed or {}), keep).run()
+    finally:
+        if collects:
+            gc.enable()
+
+
+class _OfFirstLayers(NamedTuple):
+    """Seconds of a microbatch through the first layers, by how many; no schedule changes them.
+
+    ``whole``: forward and backward; ``split``: with a backward in two parts, or, as some are left, whole.
+    """
+
+    forward: list[float]
+    whole: list[float]
+    split: list[float]
 
 
 class _Search:
@@ -87,8 +103,8 @@ class _Search:
         self.base = replace(base, **sizes, virtual_stages=1, schedule="1F1B", microbatches=None, stage_layers=None)
         self.pruned: Counter[str] = Counter()
         self.considered = 0
-        self.totals: dict[Hashable, int] = {}
-        self.held: dict[Hashable, int] = {}
+        self.fitting: dict[Hashable, bool] = {}
+        self.elements: dict[tuple[int, int | None], float] = {}
         self.queue: list[tuple[float, int, str, Setting]] = []
         self.order = count()
 
@@ -177,7 +193,7 @@ class _Search:
         return found
 
     def _expand(self, shape: Setting) -> None:
-        costs = self._costs(shape)
+        costs = self._of_first_layers(shape)
         for schedule, virtual in self._pipelines(shape.config.pp):
             try:
                 config = replace(shape.config, schedule=schedule, virtual_stages=virtual)
@@ -198,7 +214,7 @@ class _Search:
     def _examine(self, setting: Setting) -> None:
         job, (config, batch) = self.job, setting
         try:
-            if self._least_memory(setting) > room(job.device) or self._memory(setting) > room(job.device):
+            if self._least_memory(setting) > room(job.device) or not self._fits(setting):
                 self.pruned[MEMORY] += 1
                 return
             layers = job.study.stage_layers(config)
@@ -208,38 +224,44 @@ class _Search:
         found = timing.forecast(job.study.work(config), config, batch, layers, job.device, job.network)
         self._push(found.step_seconds, "done", setting)
 
-    def _memory(self, setting: Setting) -> int:
-        """Bytes of the heaviest rank, which are the same for any number of replicas."""
+    def _fits(self, setting: Setting) -> bool:
+        """Whether every rank's memory does, which is the same for any number of replicas."""
         config, batch = setting
         key = (replace(config, dp_replicate=1), config.dp > 1, batch)
-        if key not in self.totals:
-            self.totals[key] = heaviest(self.job.study.memory(config, batch)).total
-        return self.totals[key]
+        if key not in self.fitting:
+            limit = room(self.job.device)
+            self.fitting[key] = all(rank.total <= limit for rank in self.job.study.memory(config, batch))
+        return self.fitting[key]
 
     def _least_state(self, setting: Setting) -> float:
         """Bytes that a rank of average parameters holds at least, whatever the schedule."""
-        work = self.job.study.rough_work(setting.config)
-        return _state(setting.config, _elements(work.layers, work) / setting.config.pp)
+        return sum(_state(setting.config, self._elements(setting.config) / setting.config.pp))
 
     def _least_memory(self, setting: Setting) -> float:
-        """Bytes of the first pp rank: of its layers' parameters, and of the activations that it holds at a time."""
-        config, batch = setting
-        work, kept = self.job.study.rough_work(config), self.job.study.activations(config, 1).layers[0].kept
-        counts = self.job.study.stage_layers(config)
-        own = sum(counts[stage] for stage in stages_of_rank(config, 0))
-        held = self._held(config, in_a_pass(config, batch), counts)
-        return _state(config, _elements(work.layers[:own], work)) + batch.rows * kept * held
+        """Bytes of the first pp rank at least: its layers' parameters, and what it holds of its microbatches at a time.
 
-    def _held(self, config: ParallelConfig, microbatches: int, counts: Sequence[int]) -> int:
-        """The most layers' activations that the first pp rank holds at a time, each microbatch's counted."""
-        if config.pp == 1:
-            return counts[0]
-        key = (config.schedule, config.pp, config.virtual_stages, microbatches)
-        if key not in self.held:
-            signs = {"F": 1, "I": 0, "B": -1, "W": -1}
-            actions = (action for step in schedule_order(config, microbatches)[0] for action in step)
-            self.held[key] = max(accumulate(signs[a.kind] * counts[a.stage] for a in actions))
-        return self.held[key]
+        That is activations, and what a stage receives into: one buffer a microbatch and side.
+        """
+        config, batch = setting
+        counts = self.job.study.stage_layers(config)
+        stages, count = stages_of_rank(config, 0), in_a_pass(config, batch)
+        own = [counts[stage] for stage in stages]
+        pairs = most_in_flight(config, count) if config.pp > 1 else 1
+        sides = sum((stage > 0) + (stage < config.num_stages - 1) for stage in stages)
+        kept, hidden = self._kept(config, batch.rows)
+        state, gradients = _state(config, self._elements(config, sum(own)))
+        # Of few microbatches, all may be forward before there is a gradient.
+        return state + hidden * sides * count + max(gradients, kept * pairs * min(own))
+
+    def _kept(self, config: ParallelConfig, rows: int) -> tuple[int, int]:
+        """Bytes that a layer keeps of a microbatch at least, and of what passes between stages.
+
+        Measured of one row and two: it grows by as much with each row, masks by less or nothing.
+        """
+        first = self.job.study.activations(config, 1)
+        second = self.job.study.activations(config, 2) if rows > 1 else first
+        pairs = zip(first.layers, second.layers, strict=True)
+        return min(a.kept + (rows - 1) * (b.kept - a.kept) for a, b in pairs), rows * first.hidden
 
     def _least_seconds(self, shape: Setting) -> float:
         """Seconds that a step takes at least, whatever the schedule: what a pp rank computes on average."""
@@ -248,56 +270,61 @@ class _Search:
         seconds = whole.forward + min(whole.backward, whole.inputs + whole.weights)
         return shape.batch.count * seconds / shape.config.pp + self._optimizer(shape)
 
-    def _least_filled(self, setting: Setting, costs: Sequence[Cost]) -> float:
+    def _least_filled(self, setting: Setting, costs: _OfFirstLayers) -> float:
         """The same with a schedule: the longest that a rank waits at both ends and computes in between.
 
         A rank waits for the first microbatch to come through the stages before its own, and at the end for the
-        gradients to go back through them, unless its last backward is for weights alone. ``costs``: as `_costs` has
-        them.
+        gradients to go back through them, unless its last backward is for weights alone.
         """
         config = setting.config
         starts = [0, *accumulate(self.job.study.stage_layers(config))]
-        stages = [_between(costs[start], costs[stop]) for start, stop in pairwise(starts)]
-        split = SCHEDULES[config.schedule].splits_backward and config.pp > 1
-        before = [0.0, *accumulate(cost.forward + (0.0 if split else cost.backward) for cost in stages)]
-
-        def busy(stage: int) -> float:
-            cost = stages[stage]  # the first one's backward is whole
-            return cost.forward + (cost.inputs + cost.weights if split and stage else cost.backward)
-
+        split = splits_backward(config)
+        before, each = (costs.forward, costs.split) if split else (costs.whole, costs.whole)
+        busy = [each[stop] - each[start] for start, stop in pairwise(starts)]
+        busy[0] = costs.whole[starts[1]]  # the first stage's backward is whole
         longest = max(
-            before[rank] + setting.batch.count * sum(busy(stage) for stage in stages_of_rank(config, rank))
+            before[starts[rank]] + setting.batch.count * sum(busy[stage] for stage in stages_of_rank(config, rank))
             for rank in range(config.pp)
         )
         return longest + self._optimizer(setting)
 
     def _optimizer(self, setting: Setting) -> float:
-        config, work = setting.config, self.job.study.rough_work(setting.config)
-        elements = _elements(work.layers, work) / config.pp / config.dp_shard
+        config = setting.config
+        elements = self._elements(config) / config.pp / config.dp_shard
         return timing.OPTIMIZER_BYTES * WIDTH[config.param_dtype] * elements / self.job.device.memory_rate
 
-    def _costs(self, shape: Setting) -> list[Cost]:
-        """Of a microbatch through the first layers, by how many; no schedule changes them."""
+    def _elements(self, config: ParallelConfig, layers: int | None = None) -> float:
+        """Of the first layers, or all, and what is outside of them, on a tp rank; without a head of its own."""
+        key = (config.tp, layers)
+        if key not in self.elements:
+            work = self.job.study.rough_work(config)
+            groups = (*(layer.stored for layer in work.layers[:layers]), work.rest)
+            self.elements[key] = sum(rows * width for group in groups for rows, width in group)
+        return self.elements[key]
+
+    def _of_first_layers(self, shape: Setting) -> _OfFirstLayers:
         work, place = self._placed(shape)
-        return [Cost(), *accumulate(stage_costs(work, shape.batch, [1] * len(work.layers), place), add)]
+        each = stage_costs(work, shape.batch, [1] * len(work.layers), place)
+        return _OfFirstLayers(
+            forward=[0.0, *accumulate(cost.forward for cost in each)],
+            whole=[0.0, *accumulate(cost.forward + cost.backward for cost in each)],
+            split=[0.0, *accumulate(c.forward + min(c.backward, c.inputs + c.weights) for c in each)],
+        )
 
     def _placed(self, setting: Setting) -> tuple[ModelWork, Place]:
         place = Place(setting.config, self.job.device, self.job.network)
         return self.job.study.rough_work(setting.config), place
 
 
-def _between(start: Cost, stop: Cost) -> Cost:
-    return stop + start.times(-1)
+def _state(config: ParallelConfig, elements: float) -> tuple[float, float]:
+    """Bytes of a rank with so many parameters: they, gradients and moments; and what a pipeline adds of gradients.
 
-
-def _state(config: ParallelConfig, elements: float) -> float:
-    """Bytes of a rank with so many parameters: they, gradients and moments; on a pipeline all of them whole as well."""
-    least = 4 * WIDTH[config.param_dtype] * elements / config.dp_shard
-    if config.pp > 1 and not config.reshards:
-        least += (WIDTH[config.compute_dtype] + WIDTH[config.reduce_dtype]) * elements
-    return least
-
-
-def _elements(layers: Sequence[Work], work: ModelWork) -> float:
-    """Of some layers and what is outside of all, without a head of its own."""
-    return sum(rows * width for group in (*(layer.stored for layer in layers), work.rest) for rows, width in group)
+    A pipeline keeps weights and gradients whole. The first includes whole weights; the second is what whole gradients
+    are more than their shards.
+    """
+    width = WIDTH[config.param_dtype]
+    least = 4 * width * elements / config.dp_shard
+    if config.pp == 1 or config.reshards:
+        return least, 0.0
+    gradients = max(0.0, WIDTH[config.reduce_dtype] - width / config.dp_shard)
+    return least + WIDTH[config.compute_dtype] * elements, gradients * elements

@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from ..config import ParallelConfig, torch_dtype
 from ..split import StageRange
 from .activations import Activations, Kept
-from .simulate import Action
+from .simulate import Action, Kind
 from .skeleton import Skeleton, Weight
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which is slow: a search makes millions
 class Moment:
     """What a rank holds at a time beside its state, in bytes."""
 
@@ -35,11 +36,18 @@ class Moment:
         return self.activations + self.loss + self.transient
 
     def __add__(self, other: Moment) -> Moment:
-        more = (getattr(self, n) + getattr(other, n) for n in ("activations", "loss", "transient"))
-        return Moment(self.name or other.name, *more)
+        return Moment(
+            self.name or other.name,
+            self.activations + other.activations,
+            self.loss + other.loss,
+            self.transient + other.transient,
+        )
 
     def __sub__(self, other: Moment) -> Moment:
         return self + Moment("", -other.activations, -other.loss, -other.transient)
+
+
+_NOTHING = Moment("", 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -54,21 +62,21 @@ class Step:
     pp_rank: int
 
     def moments(self, actions: Sequence[Action] | None) -> Iterator[Moment]:
-        """Every moment of a step at which a rank may hold most."""
+        """The moments of a step at which a rank may hold most."""
         yield self._reduction()
         if actions is None:
             yield from self._of_loop()
             return
         whole: dict[int, int] = {}  # gradients of stages that have gone backward
         for (kind, index, _), held in self.held(actions):
-            stage = self.skeleton.ranges[index]
             always = held + Moment("", 0, 0, self._buffers + self._weights)
             gradients = sum(whole.values())
-            if kind == "F":
-                yield from (moment + always + self._whole(gradients) for moment in self._forward(stage))
+            if kind in "FI" or index in whole:
+                yield self._heaviest[index][kind] + always + self._whole(min(gradients, self._gradients))
                 continue
-            for moment, behind in self._backward(stage):
-                yield moment + always + self._whole(gradients if index in whole else gradients + behind)
+            stage = self.skeleton.ranges[index]
+            for moment, behind in self._backward(stage, kind):
+                yield moment + always + self._whole(min(gradients + behind, self._gradients))
             whole[index] = self._sizes_of(stage) * self._reduce
 
     def held(self, actions: Sequence[Action]) -> Iterator[tuple[Action, Moment]]:
@@ -78,16 +86,15 @@ class Step:
         """
         held, ranks = Moment("", 0, 0, 0), [*self.skeleton.stage_ranks, self.pp_rank]
         for action in actions:
-            stage, kept = action.stage, self.kept(self.skeleton.ranges[action.stage])
-            if action.kind != "F":
-                held -= kept
+            stage, kind = action.stage, action.kind
+            kept, between = self._kept[stage]
+            held -= {"F": _NOTHING, "B": kept, "I": kept, "W": between}[kind]
             yield action, held
-            if action.kind in ("F", "I"):  # what an input's backward does not need, the weights' does
-                held += kept
-            sends = self.config.virtual_stages > 1 and action.kind != "F"
-            if sends and action.kind != "I" and ranks[stage + 1] != self.pp_rank:
+            held += {"F": kept, "B": _NOTHING, "I": between, "W": _NOTHING}[kind]
+            sends = self.config.virtual_stages > 1 and kind != "F"
+            if sends and kind != "I" and ranks[stage + 1] != self.pp_rank:
                 held += Moment("", self.activations.hidden, 0, 0)
-            if sends and action.kind != "W" and stage > 0 and ranks[stage - 1] != self.pp_rank:
+            if sends and kind != "W" and stage > 0 and ranks[stage - 1] != self.pp_rank:
                 held += Moment("", 0, 0, self.activations.hidden)
 
     # One stage, one microbatch
@@ -102,6 +109,26 @@ class Step:
         """What a microbatch keeps on a stage."""
         return Moment("", self.activations.of_stage(r), self.activations.loss.kept if r.is_last else 0, 0)
 
+    @cached_property
+    def _own(self) -> list[StageRange]:
+        """The rank's stages."""
+        return [r for r in self.skeleton.ranges if self.skeleton.stage_ranks[r.index] == self.pp_rank]
+
+    @cached_property
+    def _kept(self) -> dict[int, tuple[Moment, Moment]]:
+        """By stage, what a microbatch keeps before its backward and between the two parts of one."""
+        return {r.index: (self.kept(r), Moment("", self.activations.between(r), 0, 0)) for r in self._own}
+
+    @cached_property
+    def _heaviest(self) -> dict[int, dict[Kind, Moment]]:
+        """By stage, of an action of each kind, beside what is the same throughout it."""
+        size = attrgetter("total")
+
+        def of(kind: Kind, r: StageRange) -> Moment:
+            return max(self._forward(r) if kind == "F" else (m for m, _ in self._backward(r, kind)), key=size)
+
+        return {r.index: {"F": of("F", r), "B": of("B", r), "I": of("I", r), "W": of("W", r)} for r in self._own}
+
     def _forward(self, r: StageRange) -> Iterator[Moment]:
         below = 0
         for name, part in self._parts(r):
@@ -112,18 +139,28 @@ class Step:
                 yield Moment("forward", below, 0, part.forward + gathered)
             below += part.kept
 
-    def _backward(self, r: StageRange) -> Iterator[tuple[Moment, int]]:
-        """Each moment with the bytes of whole gradients that parts behind it have by then, in a first backward."""
-        below, layer, whole = 0, r.start, self._sizes_of(r)
+    def _backward(self, r: StageRange, kind: Kind = "B") -> Iterator[tuple[Moment, int]]:
+        """Each moment with the bytes of whole gradients that parts behind it have by then, in a first backward.
+
+        A backward for inputs turns what a part keeps into what is left for the weights, one part after another.
+        """
+        below, behind, layer, whole = 0, self.activations.between(r), r.start, self._sizes_of(r)
         for name, part in self._parts(r):
             around = self._gathered(name) + self._scattered(name, r)
             if name == "layer":
                 whole, layer = whole - self._sizes[layer], layer + 1
-            if name == "loss":
+            if name == "loss" and kind != "W":
                 yield Moment("loss", below, part.kept + part.backward, around), 0
-            else:
-                below += part.kept
-                yield Moment("backward", below, 0, part.backward + around), whole * self._reduce
+                continue
+            behind -= part.between
+            below += part.between if kind == "W" else part.kept
+            held = below + (behind if kind == "I" else 0)
+            needed = part.backward
+            if kind == "W":  # one gradient at a time, and a checkpointed layer's activations again
+                again = name == "layer" and self.config.activation_checkpoint != "none"
+                needed = max(0, part.backward - self._sizes[layer - 1] * self._compute) if again else 0
+                needed += self._largest * self._compute
+            yield Moment("backward", held, 0, needed + around), whole * self._reduce
 
     def _sizes_of(self, r: StageRange) -> int:
         """Elements of a stage's parameters."""
@@ -168,6 +205,11 @@ class Step:
         return max(size for part, size in self._sizes.items() if isinstance(part, int))
 
     @cached_property
+    def _largest(self) -> int:
+        """Elements of the largest weight of a layer."""
+        return max(w.rows * w.width for w in self.weights if isinstance(w.part, int))
+
+    @cached_property
     def _compute(self) -> int:
         return torch_dtype(self.config.compute_dtype).itemsize
 
@@ -193,8 +235,7 @@ class Step:
     @cached_property
     def _buffers(self) -> int:
         """Receive buffers: a stage has one a microbatch for what it gets from either side."""
-        own = [r for r in self.skeleton.ranges if self.skeleton.stage_ranks[r.index] == self.pp_rank]
-        sides = sum((not r.is_first) + (not r.is_last) for r in own)
+        sides = sum((not r.is_first) + (not r.is_last) for r in self._own)
         return sides * self.microbatches * self.activations.hidden
 
     def _gathered(self, part: str) -> int:

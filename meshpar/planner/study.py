@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -59,17 +59,18 @@ class Study:
 
     def activations(self, config: ParallelConfig, rows: int) -> Activations:
         """What a microbatch of ``rows`` keeps."""
-        key = ("activations", *_layout_key(config), config.activation_checkpoint, rows)
+        key = ("activations", *_layout_key(config), config.activation_checkpoint, config.pp > 1, rows)
         return self._once(key, lambda: self._measure(config, rows))
 
-    def memory(self, config: ParallelConfig, batch: Microbatches) -> list[MemoryOfRank]:
-        """Memory of every rank."""
+    def memory(self, config: ParallelConfig, batch: Microbatches) -> Iterator[MemoryOfRank]:
+        """Memory of one rank after another."""
         count = in_a_pass(config, batch) if config.pp > 1 else batch.count
         return memory_of_ranks(self.skeleton(config), config, self.activations(config, batch.rows), count)
 
     def stage_layers(self, config: ParallelConfig) -> list[int]:
         """Decoder layers of each stage."""
-        return [r.stop - r.start for r in self._ranges(config)]
+        key = ("counts", config.num_stages, config.stage_layers)
+        return self._once(key, lambda: [r.stop - r.start for r in self._ranges(config)])
 
     def traffic(self, config: ParallelConfig, batch: Microbatches, pp_rank: int) -> list[Traffic]:
         """What a pp rank sends in a step and the clipping of its gradients."""

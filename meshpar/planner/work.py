@@ -152,8 +152,8 @@ class _Heads:
 
 
 def _divided(shape: Sequence[int], tp: int) -> tuple[int, ...]:
-    """A tp rank's part of a matrix."""
-    return (-(-shape[0] // tp), *shape[1:]) if len(shape) > 1 else tuple(shape)
+    """A tp rank's part of a matrix at least."""
+    return (max(1, shape[0] // tp), *shape[1:]) if len(shape) > 1 else tuple(shape)
 
 
 def _part(local: Sequence[int], full: Sequence[int]) -> float:
