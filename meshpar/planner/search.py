@@ -104,6 +104,7 @@ class _Search:
         self.pruned: Counter[str] = Counter()
         self.considered = 0
         self.fitting: dict[Hashable, bool] = {}
+        self.without_masks: dict[str, bool] = {}
         self.elements: dict[tuple[int, int | None], float] = {}
         self.queue: list[tuple[float, int, str, Setting]] = []
         self.order = count()
@@ -254,14 +255,21 @@ class _Search:
         return state + hidden * sides * count + max(gradients, kept * pairs * min(own))
 
     def _kept(self, config: ParallelConfig, rows: int) -> tuple[int, int]:
-        """Bytes that a layer keeps of a microbatch at least, and of what passes between stages.
-
-        Measured of one row and two: it grows by as much with each row, masks by less or nothing.
-        """
+        """Bytes that a layer keeps of a microbatch at least, and of what passes between stages."""
         first = self.job.study.activations(config, 1)
-        second = self.job.study.activations(config, 2) if rows > 1 else first
+        if rows == 1 or self._keeps_no_masks(config):
+            return rows * min(layer.kept for layer in first.layers), rows * first.hidden
+        second = self.job.study.activations(config, 2)
         pairs = zip(first.layers, second.layers, strict=True)
         return min(a.kept + (rows - 1) * (b.kept - a.kept) for a, b in pairs), rows * first.hidden
+
+    def _keeps_no_masks(self, config: ParallelConfig) -> bool:
+        """Whether two rows keep twice what one does, in every layer: a mask may be one for all rows, on any mesh."""
+        mode = config.activation_checkpoint
+        if mode not in self.without_masks:
+            one, two = (self.job.study.activations(config, rows).layers for rows in (1, 2))
+            self.without_masks[mode] = all(b.kept == 2 * a.kept for a, b in zip(one, two, strict=True))
+        return self.without_masks[mode]
 
     def _least_seconds(self, shape: Setting) -> float:
         """Seconds that a step takes at least, whatever the schedule: what a pp rank computes on average."""
