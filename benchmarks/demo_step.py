@@ -150,7 +150,7 @@ def _report(results: dict[str, list[dict]], rounds: int) -> str:
     medians = {name: statistics.median(s for r in runs for s in r["seconds"]) for name, runs in results.items()}
     lines = [
         f"SmolLM2-135M (30 layers, hidden 576, tied), float32, {ROWS} rows of {SEQ_LEN} tokens a step, one row a "
-        f"microbatch; forward, backward, clipping and AdamW; {rounds} rounds in turn, in each the step after the first. "
+        f"microbatch; forward, backward, clipping and AdamW; {rounds} rounds in turn, of each the second step. "
         "All processes share the machine's cores: more of them cannot be faster here, and the ratio is what the mesh "
         "costs on top of the same arithmetic.",
         "",
