@@ -44,17 +44,17 @@ def seconds_of(job: Job, config: ParallelConfig, batch) -> float:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "seq_len", "rows"),
+    ("family", "changes", "seq_len", "rows", "fixed"),
     [
-        ("llama", WIDE, 64, 8),  # mostly parameters
-        ("llama", {}, 2048, 8),  # mostly activations
-        ("llama", dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=42), 128, 4),
-        ("gemma3_text", SLIDING, 1024, 8),
+        ("llama", WIDE, 64, 8, {"tp": 2}),  # mostly parameters
+        ("llama", {}, 2048, 8, {}),  # mostly activations
+        ("llama", dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=42), 128, 4, {}),
+        ("gemma3_text", SLIDING, 256, 8, {"tp": 1}),
     ],
 )
-def test_what_is_quick_to_say_is_no_more_than_the_whole_forecast(family, changes, seq_len, rows):
+def test_what_is_quick_to_say_is_no_more_than_the_whole_forecast(family, changes, seq_len, rows, fixed):
     job = job_of(family, changes, seq_len, rows)
-    finder, slack = _Search(job, dict(FIXED), 1), 1 + 1e-9
+    finder, slack = _Search(job, FIXED | fixed, 1), 1 + 1e-9
     found = 0
     for shape, setting in settings(finder):
         config, batch = setting
@@ -65,13 +65,13 @@ def test_what_is_quick_to_say_is_no_more_than_the_whole_forecast(family, changes
         assert finder._least_seconds(shape) <= seconds * slack, setting
         assert finder._least_filled(setting, finder._of_first_layers(shape)) <= seconds * slack, setting
         found += 1
-    assert found > 40
+    assert found > 20
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_the_first_of_a_search_are_the_first_of_all(mode):
     job = job_of("llama", WIDE, 4096, 64, world_size=8)
-    fixed = {**FIXED, "activation_checkpoint": mode, "micro_size": 1, "pp": 4}
+    fixed = FIXED | {"activation_checkpoint": mode, "micro_size": 1, "pp": 4}
     every = sorted(seconds_of(job, *setting) for _, setting in settings(_Search(job, dict(fixed), 1)))
     best = search(job, fixed, keep=8).best
     assert [one.time.step_seconds for one in best] == pytest.approx(every[:8])
