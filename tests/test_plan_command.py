@@ -98,6 +98,18 @@ def test_from_python_and_as_text(tiny, capsys):
     assert "torchrun --nnodes 16" in text
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_frozen_parameters_are_planned_and_a_frozen_model_is_refused(schedule):
+    config = ParallelConfig(pp=2, schedule=schedule, virtual_stages=2 if schedule != "1F1B" else 1)
+    model, sizes = open_skeleton(models.tiny_config()), dict(world_size=2, device="h100-80gb", seq_len=64)
+    whole = meshpar.plan(model, config, **sizes).heaviest
+    model.get_input_embeddings().requires_grad_(False)
+    assert meshpar.plan(model, config, **sizes).heaviest.optimizer < whole.optimizer
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of LlamaForCausalLM trains, so there is no training step"):
+        meshpar.plan(model, config, **sizes)
+
+
 @pytest.fixture(scope="module")
 def large():
     """An 8B model on 64 devices."""

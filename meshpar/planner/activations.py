@@ -92,6 +92,8 @@ def measure(
     apply_checkpointing(skeleton.model, skeleton.plan.anatomy, config.activation_checkpoint, skeleton.tp)
     traced = _keep_few(skeleton)
     _as_gathered(skeleton.model, config)
+    if not any(p.requires_grad for p in skeleton.model.parameters()):
+        raise ValueError(f"no parameter of {type(skeleton.model).__name__} trains, so there is no training step.")
     run = _Run(skeleton, traced, rows, seq_len, packed, lazy)
     with FusedAttention(device), run.ledger:
         try:
