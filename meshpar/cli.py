@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,13 +150,15 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     _quiet_torchrun()
     options = ["--standalone", f"--nproc-per-node={processes}", "--signals-to-handle=SIGHUP,SIGQUIT"]
-    try:
-        with _signals_passed_on():
-            torchrun.run(torchrun.parse_args([*options, "-m", "meshpar", *arguments]))
-    except ChildFailedError as error:
-        return _status_of_workers(error)
-    except SignalException as error:
-        return 128 + int(error.sigval)
+    with tempfile.TemporaryDirectory(prefix="meshpar_") as logs:
+        try:
+            with _signals_passed_on():
+                torchrun.run(torchrun.parse_args([*options, "--log-dir", logs, "-m", "meshpar", *arguments]))
+        except ChildFailedError as error:
+            # A failure names its error file only where its own rank has written one.
+            return _status_of_workers(error, attempt=next(Path(logs).glob("*/attempt_*")))
+        except SignalException as error:
+            return 128 + int(error.sigval)
     return 0
 
 
@@ -221,11 +224,10 @@ def _quiet_torchrun() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _status_of_workers(error: ChildFailedError) -> int:
+def _status_of_workers(error: ChildFailedError, attempt: Path) -> int:
     # Failures come in the order they were seen; after the first, torchrun ends the others with SIGTERM.
     failures = {rank: f for rank, f in error.failures.items() if f.exitcode != -signal.SIGTERM} or error.failures
     rank, first = next(iter(failures.items()))
-    attempt = Path(first.error_file).parent.parent
     status = failure.reported(attempt)
     if status is not None:
         return status

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from meshpar.cli import main
+from meshpar.cli import launch, main
 from meshpar.recipe import shipped_recipes
 from tests import models
 
@@ -181,6 +181,27 @@ def test_worker_that_is_killed_is_reported_by_signal(tmp_path):
     _, errors = parent.communicate(timeout=200)
     assert parent.returncode == 1
     assert "the process was ended by SIGKILL; the machine may have run out of memory" in errors
+
+
+def test_rank_that_ends_after_another_has_said_why_is_not_reported(tmp_path, monkeypatch, capfd):
+    """torchrun sees the silent rank's end first, and of that rank there is no error file."""
+    package = tmp_path / "meshpar"
+    package.mkdir()
+    (package / "__main__.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "error_file = pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE'])\n"
+        "reported = error_file.parent.parent / 'reported'\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    reported.write_text('143')\n"
+        "    time.sleep(60)\n"
+        "while not reported.exists() or not reported.read_text():\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(143)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert launch(2, ["train"]) == 143
+    assert "meshpar: " not in capfd.readouterr().err
 
 
 def test_show_prints_plan_share_and_stages(tmp_path, capsys):
