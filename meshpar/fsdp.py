@@ -8,7 +8,7 @@ sharded parameter becomes a DTensor on the (dp, tp) mesh; FSDP re-reads a parame
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def apply_fsdp(root: nn.Module, layers: list[nn.Module], head: nn.Module, mesh: 
     for module in (*_apart(root, [*layers, head]), root):
         is_layer = module is not root and module is not head
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and is_layer)
-    for module in _fsdp_modules(root):
+    for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
@@ -124,64 +124,81 @@ def global_shape(spec: ParamSpec, tp_size: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
-    return (m for m in root.modules() if isinstance(m, FSDPModule))
+class Sharded:
+    """The modules under ``root`` that `fully_shard` wraps, and what a step tells them.
 
-
-def reshard_layers(layers: list[nn.Module], reshard: bool) -> None:
-    """Whether layers' weights are whole only while they are used; on one rank, FSDP's copies of them."""
-    for layer in layers:
-        if isinstance(layer, FSDPModule):
-            layer.set_reshard_after_forward(reshard)
-            layer.set_reshard_after_backward(reshard)
-
-
-def hold_gradients(root: FSDPModule) -> None:
-    """Until `reduce_gradients`: backwards add to whole gradients."""
-    root.set_is_last_backward(False)
-    root.set_reshard_after_backward(False)
-    root.set_requires_gradient_sync(False)
-
-
-def reduce_gradients(root: FSDPModule) -> None:
-    """Reduce the held gradients over dp and shard the weights again.
-
-    FSDP does this from autograd hooks of the last backward; a pipeline schedule has no single last backward (a zero
-    bubble schedule ends in weight-only ones), so its per-group post-backward is called by hand, as torch's own
-    `PipelineStage` does for a stage that is itself an FSDP root.
+    They are found once: to walk through all modules of a model takes longer than to set what is set here.
     """
-    root.set_is_last_backward(True)
-    root.set_reshard_after_backward(True)
-    root.set_requires_gradient_sync(True)
-    state = fully_shard.state(root)  # type: ignore[attr-defined]
-    for fsdp_state in state._state_ctx.all_states:
-        for group in _param_groups(fsdp_state):
-            group.post_backward()
-    state._root_post_backward_final_callback()
+
+    def __init__(self, root: FSDPModule, layers: list[nn.Module]) -> None:
+        self._root, self._modules = root, fsdp_modules(root)
+        self._layers = [layer for layer in layers if isinstance(layer, FSDPModule)]
+
+    def reshard(self) -> None:
+        """Put every parameter back in shards: a forward without a backward leaves some whole."""
+        for module in self._modules:
+            module.reshard()
+
+    def reshard_layers(self, reshard: bool) -> None:
+        """Whether layers' weights are whole only while they are used; on one rank, FSDP's copies of them."""
+        for layer in self._layers:
+            layer.set_reshard_after_forward(reshard, recurse=False)
+            layer.set_reshard_after_backward(reshard, recurse=False)
+
+    def begin_piece(self, last: bool, reshard: bool) -> None:
+        """Before one of several microbatches whose gradients are reduced one by one; ``reshard``: see `reshards`."""
+        self._root.set_is_last_backward(last)
+        for module in self._modules:
+            # What a forward leaves whole, as it does the root's, no backward before the last need shard.
+            module.set_reshard_after_backward(last, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)  # between replicas
+        if reshard:
+            self.reshard_layers(True)
+
+    def hold_gradients(self) -> None:
+        """Until `reduce_gradients`: backwards add to whole gradients."""
+        self._set_last_backward(False)
+
+    def reduce_gradients(self) -> None:
+        """Reduce the held gradients over dp and shard the weights again.
+
+        FSDP does this from autograd hooks of the last backward; a pipeline schedule has no single last backward (a zero
+        bubble schedule ends in weight-only ones), so its per-group post-backward is called by hand, as torch's own
+        `PipelineStage` does for a stage that is itself an FSDP root.
+        """
+        self._set_last_backward(True)
+        state = fully_shard.state(self._root)  # type: ignore[attr-defined]
+        for fsdp_state in state._state_ctx.all_states:
+            for group in param_groups(fsdp_state):
+                group.post_backward()
+        state._root_post_backward_final_callback()
+
+    def discard_step(self) -> None:
+        """After an exception within a step: drop what its backwards left behind, so that the next step can be right."""
+        if hasattr(self._root, "reset_iter_state"):  # torch >= 2.13
+            self._root.reset_iter_state()
+        for module in self._modules:
+            for group in param_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+                for param in group.fsdp_params:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):
+                        param._unsharded_param.grad = None
+        self._set_last_backward(True)
+
+    def _set_last_backward(self, last: bool) -> None:
+        self._root.set_is_last_backward(last)
+        for module in self._modules:
+            module.set_reshard_after_backward(last, recurse=False)
+            module.set_requires_gradient_sync(last, recurse=False)
 
 
-def discard_step(root: FSDPModule) -> None:
-    """After an exception within a step: drop what its backwards left behind, so that the next step can be right."""
-    if hasattr(root, "reset_iter_state"):  # torch >= 2.13
-        root.reset_iter_state()
-    for module in _fsdp_modules(root):
-        for group in _param_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
-            for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
-    root.set_is_last_backward(True)
-    root.set_reshard_after_backward(True)
-    root.set_requires_gradient_sync(True)
+def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
+    """The modules under ``root``, itself included, that `fully_shard` wraps."""
+    return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
-def reshard(root: FSDPModule) -> None:
-    """Put every parameter back in shards: a forward without a backward leaves some whole."""
-    for module in _fsdp_modules(root):
-        module.reshard()
-
-
-def _param_groups(state) -> list:
+def param_groups(state) -> list:
+    """The parameter groups of one such module's state."""
     if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group else []

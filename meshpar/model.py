@@ -24,7 +24,7 @@ from .checkpointing import apply_checkpointing
 from .comm import scale_grad
 from .compiling import apply_compile
 from .config import ParallelConfig, check_model
-from .fsdp import apply_fsdp, discard_step, materialize, reshard
+from .fsdp import apply_fsdp, materialize
 from .full import FullTensors
 from .grads import GradientSums, clip_, global_norm, pieces
 from .layout import spread
@@ -192,7 +192,7 @@ class ParallelModel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by Hugging Face name; values are DTensors on the dp x tp mesh."""
-        reshard(self._runner)  # between a forward and its backward FSDP shows whole tensors instead
+        self._pipeline.sharded.reshard()  # between a forward and its backward FSDP shows whole tensors instead
         return self._runner.model.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -228,7 +228,7 @@ class ParallelModel(nn.Module):
             self._sums.finish()
         except BaseException:
             self._sums.discard()
-            discard_step(self._runner)
+            self._pipeline.sharded.discard_step()
             raise
         return self._everywhere(loss)
 
@@ -357,6 +357,8 @@ class ParallelModel(nn.Module):
 
     def _agree(self, counted: Tensor, batches: int) -> Tensor:
         """The count over dp; the same all-reduce shows whether all dp ranks gave the same number of batches."""
+        if self._mesh.size("dp") == 1:
+            return counted
         sums = torch.stack((counted, counted.new_tensor(batches), counted.new_tensor(batches**2)))
         dist.all_reduce(sums, group=self._mesh.group("dp"))
         if batches > 1 or self._mesh.device.type == "cpu":
@@ -400,7 +402,8 @@ class ParallelModel(nn.Module):
         """Sum over dp and pp, in float64 until the end; tp ranks hold the same value already."""
         loss = loss.detach().double()
         for dim in ("dp", "pp"):
-            dist.all_reduce(loss, group=self._mesh.group(dim))
+            if self._mesh.size(dim) > 1:
+                dist.all_reduce(loss, group=self._mesh.group(dim))
         return loss.float()
 
     def _whole_logits(self, logits: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from .actions import timed
 from .batch import Batch
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow
-from .fsdp import hold_gradients, reduce_gradients, reshard, reshard_layers, reshards
+from .fsdp import Sharded, reshards
 from .mesh import Mesh
 from .progress import mark
 from .split import Runner, Stage, stage_ranks
@@ -95,7 +95,8 @@ class Pipeline:
         self.dtype = torch_dtype(self.config.compute_dtype)
         self.modules = [StageModule(self.runner, s, self.loss_fn, self.flow, self.dtype) for s in self.runner.stages]
         self.stage_ranks = stage_ranks(self.config)
-        self.reshards = reshards(self.runner.own_layers(), self.config)
+        layers = self.runner.own_layers()
+        self.sharded, self.reshards = Sharded(self.runner, layers), reshards(layers, self.config)
         self._schedules: OrderedDict[tuple, object] = OrderedDict()
 
     def train_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
@@ -103,33 +104,33 @@ class Pipeline:
 
         Gradients are reduced over dp when it returns. Ranks without the last stage return 0.
         """
-        reshard(self.runner)  # a forward alone leaves weights whole, which optimizer steps do not reach
+        self.sharded.reshard()  # a forward alone leaves weights whole, which optimizer steps do not reach
         if self.config.pp == 1:
             return self._loop([piece for batch, count in batches for piece in batch.chunk(count)])
-        hold_gradients(self.runner)
-        reshard_layers(self.runner.own_layers(), self.reshards)
+        self.sharded.hold_gradients()
+        self.sharded.reshard_layers(self.reshards)
         total = sum((self._scheduled(batch, count) for batch, count in batches), self._zero())
         mark("backward")
-        reduce_gradients(self.runner)
+        self.sharded.reduce_gradients()
         return total
 
     @torch.no_grad()
     def eval_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
         """Forward alone; the sum of the losses, 0 on ranks without the last stage."""
-        reshard(self.runner)
+        self.sharded.reshard()
         total = self._forward_only([piece for batch, count in batches for piece in batch.chunk(count)])
-        reshard(self.runner)
+        self.sharded.reshard()
         return total
 
     def loss(self, batch: Batch) -> Tensor:
         """pp=1: the loss of one batch, differentiable."""
-        reshard(self.runner)
+        self.sharded.reshard()
         loss = partial(self.loss_fn, targets=batch.targets)
         return self.runner(0, batch.input_ids, batch.seq_len, loss, **batch.model_inputs())
 
     def logits(self, batch: Batch) -> Tensor:
         """pp=1: the logits [b, s, local vocabulary] of one batch, differentiable."""
-        reshard(self.runner)
+        self.sharded.reshard()
         return self.runner(0, batch.input_ids, batch.seq_len, **batch.model_inputs())
 
     def _zero(self) -> Tensor:
@@ -145,19 +146,12 @@ class Pipeline:
         """
         scatter = self.mesh.fsdp.size() > 1 or (len(pieces) == 1 and self.reshards)
         if not scatter:
-            hold_gradients(self.runner)
-        layers = self.runner.own_layers()
-        reshard_layers(layers, scatter and self.reshards)
+            self.sharded.hold_gradients()
+        self.sharded.reshard_layers(scatter and self.reshards)
         total = self._zero()
         for i, piece in enumerate(pieces):
             if scatter:
-                last = i == len(pieces) - 1
-                self.runner.set_is_last_backward(last)
-                # What a forward leaves whole, as it does the root's, no backward before the last need shard.
-                self.runner.set_reshard_after_backward(last)
-                if self.reshards:
-                    reshard_layers(layers, True)
-                self.runner.set_requires_all_reduce(last)  # between replicas
+                self.sharded.begin_piece(i == len(pieces) - 1, self.reshards)
             mark("forward")
             with timed("F", 0, i):
                 loss = self._forward(piece)
@@ -166,7 +160,7 @@ class Pipeline:
                 loss.backward()
             total += loss.detach().sum()
         if not scatter:
-            reduce_gradients(self.runner)
+            self.sharded.reduce_gradients()
         return total
 
     def _scheduled(self, batch: Batch, count: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import memory
-from meshpar.fsdp import _fsdp_modules, _param_groups
+from meshpar.fsdp import fsdp_modules, param_groups
 from tests.jobs import make, rows_of_rank
 from tests.jobs_memory import Alive
 
@@ -110,9 +110,9 @@ def _kept_in_a_step(config: dict, family: str, changes: dict, batch: dict) -> di
 
 def _of_fsdp(root) -> Iterator[int]:
     """Storages that FSDP made: whole parameters, and what it gathers them through."""
-    for module in _fsdp_modules(root):
+    for module in fsdp_modules(root):
         state = fully_shard.state(module)
-        for group in _param_groups(state):
+        for group in param_groups(state):
             tensors = [group._all_gather_result, group.comm_ctx.all_gather_state]
             for param in group.fsdp_params:
                 tensors += [param.all_gather_outputs, param._unsharded_inner_tensors, param.unsharded_param]
