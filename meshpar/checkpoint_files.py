@@ -14,13 +14,14 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "meshpar.json"
 FORMAT = 2
 UNFINISHED = ".tmp"
+REPLACED = f".replaced{UNFINISHED}"
 READ_BYTES = 1 << 24
 
 FileEntry = dict[str, Any]
@@ -83,15 +84,35 @@ def publish(
     content = json.loads(json.dumps({"format": FORMAT, **manifest, "files": files}))
     _write_text(aside / MANIFEST, json.dumps({"checksum": _checksum(content), **content}, indent=1))
     flush(aside)
-    if directory.exists():
-        replaced = directory.with_name(f"{directory.name}.replaced{UNFINISHED}")
+    replaced = directory.with_name(directory.name + REPLACED)
+    is_there = directory.exists()
+    if is_there:
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(directory, replaced)
+    try:
         os.replace(aside, directory)
-        shutil.rmtree(replaced)
-    else:
-        os.replace(aside, directory)
+    except OSError:
+        if is_there:
+            os.replace(replaced, directory)
+        raise
     flush(directory.parent)
+    if is_there:
+        with suppress(OSError):  # it is read, say; the next save of the run tries again
+            remove(replaced)
+
+
+def finish_replacing(parent: Path) -> None:
+    """Where `publish` was ended between its two renames, do the second one: the new checkpoint is whole by then."""
+    for replaced in parent.glob(f"*{REPLACED}"):
+        directory = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if directory.exists():
+            continue
+        aside = directory.with_name(directory.name + UNFINISHED)
+        try:
+            read_manifest(aside)
+        except CheckpointError:
+            aside = replaced
+        os.replace(aside, directory)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

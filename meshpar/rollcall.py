@@ -106,9 +106,11 @@ class RollCall:
         status = failure.reported()
         return None if status is None else Cause("", status)
 
-    def publish(self, verdict: Cause) -> bool:
-        """Let all ranks end with it; False where they end with another one."""
-        return self._board.claim("verdict", json.dumps(asdict(verdict))) or self._board.lost
+    def publish(self, verdict: Cause) -> tuple[Cause, bool]:
+        """Let all ranks end with it, unless another one was first: the one they end with, and whether it is this."""
+        first = self._board.claim("verdict", json.dumps(asdict(verdict)))
+        published = None if first else self._board.get("verdict")
+        return (verdict, True) if published is None else (Cause(**json.loads(published)), False)
 
     def complete(self) -> bool:
         """Whether all have answered."""

@@ -78,9 +78,10 @@ class Watch(threading.Thread):
 
     # What failure.py asks of it
 
-    def tell(self, message: str, status: int) -> None:
-        """This rank failed: let the others end with its message."""
-        self._roll_call.publish(Cause(message, status))
+    def tell(self, message: str, status: int) -> tuple[str, int]:
+        """This rank failed: let the others end with its message, or it with theirs."""
+        ending, _ = self._roll_call.publish(Cause(message, status))
+        return ending.message, ending.status
 
     def find_cause(self, own: str) -> tuple[str, int]:
         """Message and exit status of a rank that lost a peer, or sees one that stands still; ``own``: what it knows."""
@@ -96,7 +97,7 @@ class Watch(threading.Thread):
         return self._end_with(found or Cause(own, FAILED))
 
     def _end_with(self, verdict: Cause) -> tuple[str, int]:
-        first, here = self._roll_call.publish(verdict), progress.neighbours()
+        (verdict, first), here = self._roll_call.publish(verdict), progress.neighbours()
         for rank in verdict.silent:
             at = progress.position_of(here[rank]) if rank in here else None
             # A stopped process hears no SIGTERM, and torchrun would wait half a minute for it.

@@ -72,7 +72,7 @@ def write_pretrained(
     out.mkdir(parents=True, exist_ok=True)
     with _staging(out) as staging:
         _write_weights(staging, entries, arriving, max_shard_size)
-        _write_code(staging, config, with_code_of)
+        write_code(staging, config, with_code_of)
         _write_configs(staging, config, generation_config, _written_dtype(entries))
         _publish(staging, out)
     if tokenizer_source is not None:
@@ -159,7 +159,8 @@ def _write_configs(
         generation_config.to_json_file(directory / "generation_config.json", keys_to_pop=["compile_config"])
 
 
-def _write_code(directory: Path, config: PreTrainedConfig, objects: Sequence[object]) -> None:
+def write_code(directory: Path, config: PreTrainedConfig, objects: Sequence[object]) -> None:
+    """Write the code of those of ``objects`` whose class a model directory's own code made; ``config`` then says so."""
     for made in objects:
         # What transformers' own save_pretrained goes by.
         if getattr(made, "_auto_class", None) is not None:

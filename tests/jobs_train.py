@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from meshpar import ParallelConfig, checkpoint, parallelize_model
 from meshpar.grads import local
 from meshpar.model import ParallelModel
 from meshpar.recipe import parse_recipe
-from meshpar.train import loop
+from meshpar.train import checkpoints, loop
 from meshpar.train.data import GlobalBatches, Row
 from meshpar.train.metrics import MetricsFile
 from tests import models
@@ -289,6 +290,22 @@ def train_with_fault(raw: dict, fault: str, step: int) -> tuple[list[str], str |
         return [], str(error)
     finally:
         checkpoint.write_pieces, checkpoint.publish = write, publish
+
+
+def threads_of_removals(raw: dict) -> list[str]:
+    """The names of the threads of this rank that removed checkpoints in a run."""
+    remove, threads = checkpoints.remove, []
+
+    def noting(path):
+        threads.append(threading.current_thread().name)
+        remove(path)
+
+    checkpoints.remove = noting
+    try:
+        train(raw)
+    finally:
+        checkpoints.remove = remove
+    return threads
 
 
 def train_with_full_metrics(raw: dict, first: int, last: int) -> list[str]:

@@ -1,11 +1,15 @@
 """Runs whose disk fails them: damaged checkpoints are passed over, and a save that fails costs no older one."""
 
+import json
+import os
 import re
 import shutil
 
 import pytest
 
-from meshpar.checkpoint_files import reading
+from meshpar import checkpoint_files
+from meshpar.checkpoint_files import finish_replacing, publish, read_manifest, reading
+from meshpar.train.metrics import MetricsFile
 from tests import jobs_train as jobs
 from tests.test_checkpoint import assert_whole, flip, truncate
 from tests.test_train import DP2, PP2, checkpoints, metrics, numbers, train
@@ -114,9 +118,109 @@ def test_old_checkpoints_go_when_a_newer_one_is_complete_but_not_what_is_read(po
     assert checkpoints(run) == ["step-6"]
 
 
+def test_training_does_not_wait_for_the_removal_of_old_checkpoints_of_background_saves(pool, no_dropout, tmp_path):
+    changes = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__async": True, "train__steps": 3}
+    threads, others = pool.run(2, jobs.threads_of_removals, recipe(no_dropout, tmp_path, PP2, **changes))
+    assert [name.partition("_")[0] for name in threads] == ["checkpoint", "checkpoint"]
+    assert others == []
+    assert checkpoints(tmp_path) == ["step-3"]
+
+
 def test_training_goes_on_while_metrics_cannot_be_written(pool, no_dropout, tmp_path):
     warnings, _ = pool.run(2, jobs.train_with_full_metrics, recipe(no_dropout, tmp_path, PP2), 2, 4)
     assert warnings == [
         f"{tmp_path / 'metrics.jsonl'} failed, and training goes on: OSError: [Errno 27] File too large",
     ]
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def replacing(whole, tmp_path):
+    """step-6, and beside it what is to take its place: the same files with another manifest."""
+    directory = shutil.copytree(whole / "checkpoints" / "step-6", tmp_path / "step-6")
+    aside = shutil.copytree(directory, tmp_path / "step-6.tmp")
+    manifest = read_manifest(aside)
+    (aside / "meshpar.json").unlink()
+    files = manifest.pop("files")
+    del manifest["format"]
+
+    def replace() -> None:
+        publish(aside, directory, manifest | {"extra": {"step": 6, "new": True}}, {}, files)
+
+    return directory, replace
+
+
+def is_new(directory) -> bool:
+    return "new" in read_manifest(directory)["extra"]
+
+
+def fails_once(monkeypatch, at, error):
+    """`os.replace` raises at its call number ``at``, and works from then on."""
+    replace, calls = os.replace, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise error
+        replace(*args)
+
+    monkeypatch.setattr(checkpoint_files.os, "replace", failing)
+
+
+def test_a_save_killed_between_its_renames_is_finished_by_the_next_start(replacing, monkeypatch):
+    directory, replace = replacing
+    fails_once(monkeypatch, at=2, error=Killed())
+    with pytest.raises(Killed):
+        replace()
+    assert not directory.exists()
+    finish_replacing(directory.parent)
+    assert_whole(directory)
+    assert is_new(directory)
+
+
+def test_an_older_save_comes_back_where_the_new_one_did_not_last(replacing, monkeypatch):
+    directory, replace = replacing
+    fails_once(monkeypatch, at=2, error=Killed())
+    with pytest.raises(Killed):
+        replace()
+    truncate(directory.with_name("step-6.tmp") / "__1_0.distcp")
+    finish_replacing(directory.parent)
+    assert_whole(directory)
+    assert not is_new(directory)
+
+
+def test_a_rename_that_fails_leaves_the_older_save_in_its_place(replacing, monkeypatch):
+    directory, replace = replacing
+    fails_once(monkeypatch, at=2, error=OSError("no"))
+    with pytest.raises(OSError, match="no"):
+        replace()
+    assert_whole(directory)
+    assert not is_new(directory)
+
+
+def test_a_save_does_not_take_away_what_it_replaces_while_that_is_read(replacing):
+    directory, replace = replacing
+    with reading(directory):
+        replace()
+        assert is_new(directory)
+        assert_whole(directory.with_name("step-6.replaced.tmp"))
+    finish_replacing(directory.parent)
+    assert is_new(directory)
+
+
+def test_rows_of_a_run_that_goes_back_are_dropped_once_the_disk_lets_it(tmp_path, monkeypatch):
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    for step in (1, 2, 3):
+        file.write({"step": step})
+    fails_once(monkeypatch, at=1, error=OSError("full"))
+    monkeypatch.setattr("meshpar.train.metrics.os.replace", checkpoint_files.os.replace)
+    with pytest.raises(OSError, match="full"):
+        file.go_back(1)
+    file.write({"step": 2, "again": True})
+    file.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 1}, {"step": 2, "again": True}]

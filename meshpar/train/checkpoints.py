@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..checkpoint import STEP_DIRECTORY
-from ..checkpoint_files import MANIFEST, UNFINISHED, CheckpointError, read_manifest, remove
+from ..checkpoint_files import MANIFEST, UNFINISHED, CheckpointError, finish_replacing, read_manifest, remove
 from ..config import ConfigError
 from ..failure import AllRanksFailed
 from ..mesh import on_first_rank
@@ -57,6 +57,7 @@ class Checkpoints:
 
         Checkpoints of later steps are set aside: they belong to a run that this one does not continue.
         """
+        on_first_rank(lambda: finish_replacing(self.directory))
         extra = self._load(model, optimizer)
         self._begun_at = 0 if extra is None else extra["step"]
         on_first_rank(lambda: self._set_aside_after(self._begun_at))
@@ -80,9 +81,9 @@ class Checkpoints:
         self._step, self._is_last = extra["step"], is_last
         directory = self.directory / f"step-{self._step}"
         if self._background is not None:
-            self._background.save(directory, model, optimizer, extra)
+            self._background.save(directory, model, optimizer, extra, self._remove_old)
         else:
-            self._complete_save(lambda: checkpoint.save(directory, model, optimizer, extra))
+            self._complete_save(lambda: self._save_now(directory, model, optimizer, extra))
 
     def poll(self) -> None:
         """See to a background write that has ended; one number is summed over the ranks while there is one."""
@@ -107,7 +108,10 @@ class Checkpoints:
             self._report(error)
         else:
             self._failure = None
-            on_first_rank(self._remove_old)
+
+    def _save_now(self, directory: Path, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> None:
+        checkpoint.save(directory, model, optimizer, extra)
+        on_first_rank(self._remove_old)
 
     def _report(self, error: OSError) -> None:
         newest = on_first_rank(self._newest)

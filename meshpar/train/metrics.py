@@ -135,16 +135,28 @@ class MetricsFile:
     def __init__(self, path: Path, step: int) -> None:
         self.name, self._path = str(path), path
         self._file = _open_after(path, step)
+        self._waiting: list[str] = []  # rows
+        self._back_to: int | None = None  # the last step whose rows stay, where later ones are still to be dropped
 
     def go_back(self, step: int) -> None:
-        """Drop the rows of steps after ``step``."""
-        self._file.close()
-        self._file = _open_after(self._path, step)
+        """Drop the rows of steps after ``step``; where this raises, the next row tries again."""
+        self._waiting = [row for row in self._waiting if _step_of(row) <= step]
+        self._back_to = step if self._back_to is None else min(step, self._back_to)
+        self._drop_rows()
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row; it is in the file when this returns. What it raises for is written with the next one."""
-        self._file.write(json.dumps({key: _or_null(value) for key, value in row.items()}) + "\n")
+        self._waiting.append(json.dumps({key: _or_null(value) for key, value in row.items()}) + "\n")
+        if self._back_to is not None:
+            self._drop_rows()
+        while self._waiting:
+            self._file.write(self._waiting.pop(0))
         self._file.flush()
+
+    def _drop_rows(self) -> None:
+        file = _open_after(self._path, self._back_to or 0)
+        self._file.close()
+        self._file, self._back_to = file, None
 
     def close(self) -> None:
         self._file.close()
