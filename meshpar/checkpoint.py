@@ -11,7 +11,6 @@ import json
 import logging
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +24,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import GenerationConfig
 
-from .checkpoint_files import UNFINISHED, CheckpointError, check_contents, make_empty, publish, read_manifest, reading
+from .checkpoint_files import (
+    UNFINISHED,
+    CheckpointError,
+    check_contents,
+    finish_replacing,
+    make_empty,
+    publish,
+    read_manifest,
+    reading,
+)
 from .config import MESH_SIZES
 from .load import skeleton_from_config
 from .mesh import DEFAULT_TIMEOUT, default_device, on_every_rank, on_first_rank
@@ -36,7 +44,7 @@ from .pretrained import read_config
 from .rng import rng_state, seed_rank, set_rng_state
 from .weights_convert import original_layout, pin_layout
 from .weights_files import listed, resolve_directory
-from .weights_out import write_code, write_pretrained
+from .weights_out import write_pretrained
 
 log = logging.getLogger("meshpar")
 
@@ -110,7 +118,7 @@ def export(
     """Write a checkpoint's weights as a Hugging Face directory; one process, no process group, one tensor at a time.
 
     It holds one file of ``max_shard_size`` and two tensors at most. ``trust_remote_code``: run the Python code that
-    came with the model, of which the checkpoint has a copy.
+    came with the model, of which the checkpoint has a copy, and with its tokenizer, where that is read from.
 
     Raises, before anything is written, CheckpointError for a directory that is incomplete or damaged, and ConfigError
     for a model whose code would have to run and is not trusted.
@@ -242,10 +250,7 @@ def _manifest(model: ParallelModel, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _configs(model: ParallelModel) -> dict[str, str]:
-    with tempfile.TemporaryDirectory() as directory:
-        write_code(Path(directory), model.config, (model.config, model._runner.model))
-        texts = {file.name: file.read_text(encoding="utf-8") for file in Path(directory).glob("*.py")}
-    texts["config.json"] = model.config.to_json_string(use_diff=True)
+    texts = {**model._own_code, "config.json": model.config.to_json_string(use_diff=True)}
     generation_config = getattr(model._runner.model, "generation_config", None)
     if generation_config is not None:
         texts["generation_config.json"] = generation_config.to_json_string(keys_to_pop=["compile_config"])
@@ -286,14 +291,20 @@ def _write(
 ) -> None:
     aside = directory.with_name(directory.name + UNFINISHED)
     try:
-        on_first_rank(lambda: make_empty(aside), group)
+        on_first_rank(lambda: _prepare(directory, aside), group)
         files = write_pieces(aside, snapshot.pieces, group)
         on_first_rank(lambda: publish(aside, directory, snapshot.manifest, snapshot.texts, files), group)
     except OSError:
         if dist.get_rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)  # it may be what fills the disk
         raise
-    on_first_rank(then, group)
+    if dist.get_rank() == 0:
+        then()
+
+
+def _prepare(directory: Path, aside: Path) -> None:
+    finish_replacing(directory)
+    make_empty(aside)
 
 
 # How it is loaded

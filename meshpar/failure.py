@@ -107,15 +107,16 @@ def subject(rank: int, place: str, host: str, where: str) -> str:
     return f"error on rank {rank}{f' ({known})' if known else ''}{f' {where}' if where else ''}"
 
 
-def own_subject() -> str:
-    """`subject` of this process, as it is now; "" outside of `one_message`."""
-    if _own is None:
-        return ""
+def subject_of(error: BaseException) -> str:
+    """`subject` of the process that raised ``error``, this one as it is now or another; "" outside `one_message`."""
+    elsewhere = getattr(error, "failed_on", "")
+    if elsewhere or _own is None:
+        return str(elsewhere)
     return subject(*_own, socket.gethostname(), str(progress.HERE.position()))
 
 
 def raised_by(error: Exception, subject: str) -> Exception:
-    """``error`` that another process has sent, whose `own_subject` was ``subject``: it is the one to name."""
+    """``error`` that another process has sent, with its `subject_of` it: that one is to be named."""
     error.failed_on = subject  # type: ignore[attr-defined]
     return error
 
@@ -147,7 +148,7 @@ def _end_process(error: Exception, rank: int, output_dir: str | os.PathLike[str]
         _save_traceback(error, Path(output_dir) / "errors" / f"rank-{rank}.txt")
     if os.environ.get("MESHPAR_DEBUG") == "1":
         traceback.print_exception(cause)
-    about = f"{getattr(cause, 'failed_on', '') or own_subject()}: "
+    about = f"{subject_of(cause)}: "
     if isinstance(cause, ConfigError | AllRanksFailed):
         report(describe(cause), exit_status(cause))
     collective = _lost_peer(error)

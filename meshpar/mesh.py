@@ -141,7 +141,7 @@ def _sent(error: Exception) -> tuple[Exception, str]:
         portable = pickle.loads(pickle.dumps(error))
     except Exception:
         portable = RuntimeError(f"{type(error).__name__}: {error}")
-    return portable, failure.own_subject()
+    return portable, failure.subject_of(error)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def test_ranks_that_fail_apart_end_with_the_message_of_the_first(monkeypatch):
     for rank in range(2):
         monkeypatch.setattr(rollcall.dist, "get_rank", lambda rank=rank: rank)
         one = watch.Watch.__new__(watch.Watch)
-        one._roll_call = rollcall.RollCall(board, ParallelConfig(dp_shard=2))
+        one._rank, one._roll_call = rank, rollcall.RollCall(board, ParallelConfig(dp_shard=2))
         ranks.append(one)
     assert ranks[1].tell("error on rank 1", failure.BAD_USAGE) == ("error on rank 1", failure.BAD_USAGE)
     assert ranks[0].tell("error on rank 0", failure.FAILED) == ("error on rank 1", failure.BAD_USAGE)

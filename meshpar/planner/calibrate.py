@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -87,7 +88,8 @@ def calibrate_machine(processes: int, dtype: str = "bfloat16") -> Calibration:
         try:
             torch.multiprocessing.spawn(_measure, args, processes)  # type: ignore[attr-defined, no-untyped-call]
         except ProcessException as error:  # with the rank's whole traceback
-            reason = str(error).strip().splitlines()[-1]
+            lines = str(error).strip().splitlines()
+            reason = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1])
             raise RuntimeError(f"rank {error.error_index} could not measure this machine: {reason}") from error
         found = json.loads((Path(directory) / "found").read_text())
     return Calibration(**found | {"link": Link(**found["link"])})
