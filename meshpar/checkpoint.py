@@ -24,7 +24,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import GenerationConfig
 
-from .checkpoint_files import UNFINISHED, CheckpointError, check_contents, make_empty, publish, read_manifest, reading
+from .checkpoint_files import (
+    UNFINISHED,
+    CheckpointError,
+    check_contents,
+    finish_replacing,
+    make_empty,
+    publish,
+    read_manifest,
+    reading,
+)
 from .config import MESH_SIZES
 from .load import skeleton_from_config
 from .mesh import DEFAULT_TIMEOUT, default_device, on_every_rank, on_first_rank
@@ -100,26 +109,35 @@ def newest_first(checkpoints_dir: str | Path) -> Iterator[Path]:
                 yield path
 
 
-def export(checkpoint_dir: str | Path, out_dir: str | Path, max_shard_size: int | str = "500MB") -> None:
+def export(
+    checkpoint_dir: str | Path,
+    out_dir: str | Path,
+    max_shard_size: int | str = "500MB",
+    trust_remote_code: bool = False,
+) -> None:
     """Write a checkpoint's weights as a Hugging Face directory; one process, no process group, one tensor at a time.
 
-    It holds one file of ``max_shard_size`` and two tensors at most.
+    It holds one file of ``max_shard_size`` and two tensors at most. ``trust_remote_code``: run the Python code that
+    came with the model, of which the checkpoint has a copy, and with its tokenizer, where that is read from.
 
-    Raises CheckpointError, before anything is written, for a directory that is incomplete or damaged.
+    Raises, before anything is written, CheckpointError for a directory that is incomplete or damaged, and ConfigError
+    for a model whose code would have to run and is not trusted.
     """
     checkpoint_dir = Path(checkpoint_dir)
     with reading(checkpoint_dir):
         manifest = read_manifest(checkpoint_dir)
         check_contents(checkpoint_dir, manifest["files"])
-        _export(checkpoint_dir, manifest, Path(out_dir), max_shard_size)
+        _export(checkpoint_dir, manifest, Path(out_dir), max_shard_size, trust_remote_code)
 
 
-def _export(checkpoint_dir: Path, manifest: dict[str, Any], out_dir: Path, max_shard_size: int | str) -> None:
+def _export(
+    checkpoint_dir: Path, manifest: dict[str, Any], out_dir: Path, max_shard_size: int | str, trusted: bool
+) -> None:
     stored, dtype = StoredTensors(checkpoint_dir), getattr(torch, manifest["dtype"])
     entries = [(name, shape, dtype) for name, shape in manifest["parameters"].items()]
     entries += [(name, shape, getattr(torch, kind)) for name, (shape, kind) in manifest.get("buffers", {}).items()]
-    config = read_config(checkpoint_dir)
-    skeleton = skeleton_from_config(config)
+    config = read_config(checkpoint_dir, trusted)
+    skeleton = skeleton_from_config(config, trusted)
     pin_layout(skeleton)
     has_generation = (checkpoint_dir / "generation_config.json").is_file()
     write_pretrained(
@@ -129,6 +147,8 @@ def _export(checkpoint_dir: Path, manifest: dict[str, Any], out_dir: Path, max_s
         generation_config=GenerationConfig.from_pretrained(checkpoint_dir) if has_generation else None,
         tokenizer_source=_tokenizer_source(manifest["origin"]),
         max_shard_size=max_shard_size,
+        trust_remote_code=trusted,
+        with_code_of=(config, skeleton),
     )
 
 
@@ -146,11 +166,21 @@ class BackgroundSaver:
         self._writing: Future[None] | None = None
         self._memory: dict[str, Piece] = {}
 
-    def save(self, directory: str | Path, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> None:
-        """As `save`, but returns when the copy is made; what the write raises comes from the next `save` or `wait`."""
+    def save(
+        self,
+        directory: str | Path,
+        model: ParallelModel,
+        optimizer: Optimizer,
+        extra: dict[str, Any],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As `save`, but returns when the copy is made; what the write raises comes from the next `save` or `wait`.
+
+        ``then``: what rank 0 does in the background as well, once the checkpoint is complete.
+        """
         self.wait()
         snapshot = _snapshot(model, optimizer, extra, self._stage)
-        self._writing = self._thread.submit(_write, Path(directory), snapshot, self._group)
+        self._writing = self._thread.submit(_write, Path(directory), snapshot, self._group, then)
 
     def wait(self) -> None:
         """Return when the write in progress is on the disk; raises what it raised."""
@@ -220,7 +250,7 @@ def _manifest(model: ParallelModel, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _configs(model: ParallelModel) -> dict[str, str]:
-    texts = {"config.json": model.config.to_json_string(use_diff=True)}
+    texts = {**model._own_code, "config.json": model.config.to_json_string(use_diff=True)}
     generation_config = getattr(model._runner.model, "generation_config", None)
     if generation_config is not None:
         texts["generation_config.json"] = generation_config.to_json_string(keys_to_pop=["compile_config"])
@@ -253,16 +283,28 @@ def _lasting(origin: str | None) -> str | None:
 # How it gets to the disk
 
 
-def _write(directory: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None = None) -> None:
+def _write(
+    directory: Path,
+    snapshot: _Snapshot,
+    group: dist.ProcessGroup | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> None:
     aside = directory.with_name(directory.name + UNFINISHED)
     try:
-        on_first_rank(lambda: make_empty(aside), group)
+        on_first_rank(lambda: _prepare(directory, aside), group)
         files = write_pieces(aside, snapshot.pieces, group)
         on_first_rank(lambda: publish(aside, directory, snapshot.manifest, snapshot.texts, files), group)
     except OSError:
         if dist.get_rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)  # it may be what fills the disk
         raise
+    if dist.get_rank() == 0:
+        then()
+
+
+def _prepare(directory: Path, aside: Path) -> None:
+    finish_replacing(directory)
+    make_empty(aside)
 
 
 # How it is loaded

@@ -7,6 +7,7 @@ disks (4 GB/s a core), and no flipped bit or burst of up to 32 bits escapes it. 
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import io
 import json
@@ -14,13 +15,15 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "meshpar.json"
 FORMAT = 2
 UNFINISHED = ".tmp"
+REPLACED = f".replaced{UNFINISHED}"
 READ_BYTES = 1 << 24
 
 FileEntry = dict[str, Any]
@@ -83,15 +86,51 @@ def publish(
     content = json.loads(json.dumps({"format": FORMAT, **manifest, "files": files}))
     _write_text(aside / MANIFEST, json.dumps({"checksum": _checksum(content), **content}, indent=1))
     flush(aside)
-    if directory.exists():
-        replaced = directory.with_name(f"{directory.name}.replaced{UNFINISHED}")
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.replace(directory, replaced)
+    if not directory.exists():
         os.replace(aside, directory)
-        shutil.rmtree(replaced)
+    elif _exchange(aside, directory):
+        _discard(aside, directory)
     else:
-        os.replace(aside, directory)
+        replaced = directory.with_name(directory.name + REPLACED)
+        os.replace(directory, replaced)
+        try:
+            os.replace(aside, directory)
+        except OSError:
+            os.replace(replaced, directory)
+            raise
+        _discard(replaced, directory)
     flush(directory.parent)
+
+
+def finish_replacing(directory: Path) -> None:
+    """Where `publish` was ended between its two renames, do the second one, or undo the first."""
+    replaced = directory.with_name(directory.name + REPLACED)
+    if not replaced.exists():
+        return
+    if directory.exists():
+        _discard(replaced, directory)
+        return
+    for whole in (directory.with_name(directory.name + UNFINISHED), replaced):
+        with suppress(CheckpointError):
+            read_manifest(whole)
+            os.replace(whole, directory)
+            return
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Let two directories have each other's name at once; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
+
+
+def _discard(old: Path, directory: Path) -> None:
+    """Remove what ``directory`` has replaced; later, where it is read now."""
+    names = (directory.with_name(f"{directory.name}.old-{i}{UNFINISHED}") for i in count())
+    aside = next(name for name in names if not name.exists())
+    os.replace(old, aside)
+    with suppress(OSError):
+        remove(aside)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

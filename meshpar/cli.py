@@ -101,7 +101,7 @@ def export(args: argparse.Namespace) -> int:
     """Write a training checkpoint as a Hugging Face directory."""
     from .checkpoint import export as export_checkpoint
 
-    export_checkpoint(args.checkpoint, args.out_dir)
+    export_checkpoint(args.checkpoint, args.out_dir, trust_remote_code=args.trust_remote_code)
     return 0
 
 
@@ -259,6 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     exporter = _command(commands, "export", export)
     exporter.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="output_dir/checkpoints/step-N")
     exporter.add_argument("out_dir", metavar="OUT_DIR", type=Path)
+    _add_trust(exporter)
     return parser
 
 
@@ -275,8 +276,12 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{option}", type=int, default=default, metavar="N", help=f"default {default}")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--schedule", default="1F1B", metavar="NAME")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    _add_trust(parser)
     parser.add_argument("--stage-layers", type=int, nargs="+", metavar="N", help="decoder layers of each stage")
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -37,14 +37,16 @@ class AllRanksFailed(Exception):
 class Peers(Protocol):
     """The other ranks, once this one is in touch with them."""
 
-    def tell(self, message: str, status: int) -> None:
-        """Let them end with this rank's message."""
+    def tell(self, message: str, status: int) -> tuple[str, int]:
+        """Let them end with this rank's message and status, or this rank with those of one that was first."""
 
     def find_cause(self, own: str) -> tuple[str, int]:
         """Message and status that a rank which lost a peer ends with; ``own``: what it would say by itself."""
 
 
 peers: Peers | None = None
+
+_own: tuple[int, str] | None = None  # this process's rank and place, while `one_message` guards it
 
 
 @contextmanager
@@ -59,10 +61,14 @@ def one_message(rank: int, place: str = "", output_dir: str | os.PathLike[str] |
         place: its coordinates in the mesh, for the message: "pp=0, dp=1, tp=0".
         output_dir: the run's directory, once the recipe is known.
     """
+    global _own
+    before, _own = _own, (rank, place)
     try:
         yield
     except Exception as error:
-        _end_process(error, rank, place, output_dir)
+        _end_process(error, rank, output_dir)
+    finally:
+        _own = before
 
 
 def describe(error: BaseException) -> str:
@@ -101,6 +107,20 @@ def subject(rank: int, place: str, host: str, where: str) -> str:
     return f"error on rank {rank}{f' ({known})' if known else ''}{f' {where}' if where else ''}"
 
 
+def subject_of(error: BaseException) -> str:
+    """`subject` of the process that raised ``error``, this one as it is now or another; "" outside `one_message`."""
+    elsewhere = getattr(error, "failed_on", "")
+    if elsewhere or _own is None:
+        return str(elsewhere)
+    return subject(*_own, socket.gethostname(), str(progress.HERE.position()))
+
+
+def raised_by(error: Exception, subject: str) -> Exception:
+    """``error`` that another process has sent, with its `subject_of` it: that one is to be named."""
+    error.failed_on = subject  # type: ignore[attr-defined]
+    return error
+
+
 def report(message: str, status: int) -> NoReturn:
     """End all ranks with this one's message."""
     end_process(message, status, tell=True)
@@ -111,7 +131,7 @@ def end_process(message: str, status: int, tell: bool = False) -> NoReturn:
     _ending.acquire()  # for good: of two threads that end the process, one finishes what it says
     try:
         if tell and peers is not None:
-            peers.tell(message, status)
+            message, status = peers.tell(message, status)
         if message and _first_to_report(status):
             print(f"meshpar: {message}", file=sys.stderr, flush=True)
             _tell_torchrun(f"meshpar: {message}")
@@ -122,13 +142,13 @@ def end_process(message: str, status: int, tell: bool = False) -> NoReturn:
         os._exit(status)
 
 
-def _end_process(error: Exception, rank: int, place: str, output_dir: str | os.PathLike[str] | None) -> NoReturn:
+def _end_process(error: Exception, rank: int, output_dir: str | os.PathLike[str] | None) -> NoReturn:
     cause = _without_wrappers(error)
     if output_dir is not None and not isinstance(cause, ConfigError):
         _save_traceback(error, Path(output_dir) / "errors" / f"rank-{rank}.txt")
     if os.environ.get("MESHPAR_DEBUG") == "1":
         traceback.print_exception(cause)
-    about = f"{subject(rank, place, socket.gethostname(), str(progress.HERE.position()))}: "
+    about = f"{subject_of(cause)}: "
     if isinstance(cause, ConfigError | AllRanksFailed):
         report(describe(cause), exit_status(cause))
     collective = _lost_peer(error)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import failure
 from .config import ParallelConfig
 
 T = TypeVar("T")
@@ -99,18 +100,18 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     """
     if dist.get_backend() == "fake":  # no other rank is there
         return action()
-    answer: list = [None, None]
+    answer: list = [None, None, ""]
     if dist.get_rank() == 0:
         try:
-            answer = [action(), None]
+            answer[0] = action()
             pickle.dumps(answer)
         except Exception as error:
-            dist.broadcast_object_list([None, _portable(error)], src=0, group=group)
+            dist.broadcast_object_list([None, *_sent(error)], src=0, group=group)
             raise
     dist.broadcast_object_list(answer, src=0, group=group)
-    value, failure = answer
-    if failure is not None:
-        raise failure
+    value, raised, subject = answer
+    if raised is not None:
+        raise failure.raised_by(raised, subject)
     return value
 
 
@@ -126,20 +127,21 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
         value = action()
     except Exception as error:
         own = error
-    failures: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, None if own is None else _portable(own), group=group)
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise own if own is not None and rank == dist.get_rank(group) else failure
+    failures: list[tuple[Exception, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, None if own is None else _sent(own), group=group)
+    for rank, failed in enumerate(failures):
+        if failed is not None:
+            raise own if own is not None and rank == dist.get_rank(group) else failure.raised_by(*failed)
     return value
 
 
-def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same where it cannot be sent."""
+def _sent(error: Exception) -> tuple[Exception, str]:
+    """The error, or one that says the same where it cannot be sent, and the rank to name for it."""
     try:
-        return pickle.loads(pickle.dumps(error))
+        portable = pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        portable = RuntimeError(f"{type(error).__name__}: {error}")
+    return portable, failure.subject_of(error)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from .split import Runner, split_model, stage_ranges, stage_ranks, stages_of_ran
 from .styles import TensorParallel, apply_styles
 from .tp_plan import Plan, Style, make_plan
 from .weights_convert import original_layout, pin_layout
-from .weights_out import write_pretrained
+from .weights_out import own_code, write_pretrained
 
 log = logging.getLogger("meshpar")
 
@@ -170,6 +170,7 @@ class ParallelModel(nn.Module):
         self.parallel_config = config
         self.plan = plan
         self._mesh, self._full, self._origin, self._trust_remote_code = mesh, full, origin, trust_remote_code
+        self._own_code = own_code(self.config, runner.model)
         vocab = spread(full.vocab_size, mesh.size("tp"))
         self._vocab_start, self._vocab_real = vocab.spans[mesh.rank("tp")][0], vocab.real(mesh.rank("tp"))
         self._pipeline = Pipeline(runner, mesh, config, self._loss, full.flow)

@@ -58,7 +58,8 @@ def using(what: str, path: str | Path, trust_remote_code: bool) -> Iterator[None
             if "trust_remote_code=True" in str(error):
                 raise ConfigError(
                     f"the {what} of {path} needs Python code that comes with it, which is not run unless you trust "
-                    "it: read that code, then set model.trust_remote_code=true (trust_remote_code=True in Python)."
+                    "it: read that code, then set model.trust_remote_code=true (--trust-remote-code where there is no "
+                    "recipe, trust_remote_code=True in Python)."
                 ) from error
             raise ValueError(f"the {what} of {path} cannot be used: {_in_one_line(error)}") from error
 

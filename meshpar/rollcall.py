@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -62,11 +62,12 @@ class Board:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the run ends: one message, the exit status, and ranks that cannot end by themselves."""
+    """Why the run ends: one message, the exit status, ranks that cannot end by themselves, who has published it."""
 
     message: str
     status: int = FAILED
     silent: list[int] = field(default_factory=list)
+    by: int | None = None  # the rank that has published it
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,12 @@ class RollCall:
         status = failure.reported()
         return None if status is None else Cause("", status)
 
-    def publish(self, verdict: Cause) -> bool:
-        """Let all ranks end with it; False where they end with another one."""
-        return self._board.claim("verdict", json.dumps(asdict(verdict))) or self._board.lost
+    def publish(self, verdict: Cause) -> Cause:
+        """Let all ranks end with it, unless another one was first; returns the one that they end with."""
+        own = replace(verdict, by=self._rank)
+        self._board.claim("verdict", json.dumps(asdict(own)))
+        published = self._board.get("verdict")
+        return own if published is None else Cause(**json.loads(published))
 
     def complete(self) -> bool:
         """Whether all have answered."""

@@ -78,9 +78,10 @@ class Watch(threading.Thread):
 
     # What failure.py asks of it
 
-    def tell(self, message: str, status: int) -> None:
-        """This rank failed: let the others end with its message."""
-        self._roll_call.publish(Cause(message, status))
+    def tell(self, message: str, status: int) -> tuple[str, int]:
+        """This rank failed: let the others end with its message, or it with theirs."""
+        ending = self._roll_call.publish(Cause(message, status))
+        return ending.message or message, ending.status
 
     def find_cause(self, own: str) -> tuple[str, int]:
         """Message and exit status of a rank that lost a peer, or sees one that stands still; ``own``: what it knows."""
@@ -96,15 +97,15 @@ class Watch(threading.Thread):
         return self._end_with(found or Cause(own, FAILED))
 
     def _end_with(self, verdict: Cause) -> tuple[str, int]:
-        first, here = self._roll_call.publish(verdict), progress.neighbours()
-        for rank in verdict.silent:
+        ending, here = self._roll_call.publish(verdict), progress.neighbours()
+        for rank in {*verdict.silent, *ending.silent}:
             at = progress.position_of(here[rank]) if rank in here else None
             # A stopped process hears no SIGTERM, and torchrun would wait half a minute for it.
             if at is not None and not progress.has_died(here[rank]):
                 os.kill(at.pid, signal.SIGKILL)
         # Ranks of a machine see in torchrun's directory who has printed it. Without one, a single rank does.
-        speaks = first or progress.attempt_directory() is not None
-        return verdict.message if speaks else "", verdict.status
+        speaks = ending.by == self._rank or progress.attempt_directory() is not None
+        return ending.message if speaks else "", ending.status
 
     # The thread
 

@@ -22,7 +22,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from .checkpoint_files import flush
@@ -159,10 +159,27 @@ def _write_configs(
         generation_config.to_json_file(directory / "generation_config.json", keys_to_pop=["compile_config"])
 
 
+def own_code(config: PreTrainedConfig, model: PreTrainedModel) -> dict[str, str]:
+    """File name -> text of the Python code that came with a model and made its classes; ``config`` then names it so."""
+    made = (config, model)
+    if not any(map(_has_own_code, made)):
+        return {}
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            _write_code(Path(directory), config, made)
+            return {file.name: file.read_text(encoding="utf-8") for file in Path(directory).glob("*.py")}
+    except OSError as error:
+        log.warning("checkpoints will lack the model's own code, which cannot be read: %s", error)
+        return {}
+
+
+def _has_own_code(made: object) -> bool:
+    return getattr(made, "_auto_class", None) is not None  # what transformers' own save_pretrained goes by
+
+
 def _write_code(directory: Path, config: PreTrainedConfig, objects: Sequence[object]) -> None:
     for made in objects:
-        # What transformers' own save_pretrained goes by.
-        if getattr(made, "_auto_class", None) is not None:
+        if _has_own_code(made):
             custom_object_save(made, directory, config=config)
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from meshpar import ParallelConfig, checkpoint, parallelize_model
 from meshpar.grads import local
 from meshpar.model import ParallelModel
 from meshpar.recipe import parse_recipe
-from meshpar.train import loop
+from meshpar.train import checkpoints, loop
 from meshpar.train.data import GlobalBatches, Row
 from meshpar.train.metrics import MetricsFile
 from tests import models
@@ -282,13 +283,53 @@ def train_with_fault(raw: dict, fault: str, step: int) -> tuple[list[str], str |
             (aside / "__1_0.distcp").unlink()
         publish(aside, directory, *args)
 
+    def configs_with_fault(model):
+        saves.append(1)
+        if len(saves) == step and fault == "no snapshot" and dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return configs(model)
+
+    configs, saves = checkpoint._configs, []
     checkpoint.write_pieces, checkpoint.publish = write_with_fault, publish_with_fault
+    checkpoint._configs = configs_with_fault
     try:
         return train(raw), None
     except OSError as error:
         return [], str(error)
     finally:
-        checkpoint.write_pieces, checkpoint.publish = write, publish
+        checkpoint.write_pieces, checkpoint.publish, checkpoint._configs = write, publish, configs
+
+
+def roll_back_and_save(raw: dict, later: str) -> tuple[int, int]:
+    """A run that finds the checkpoints of ``later`` when it goes back; the steps it began at and went back to."""
+    one = parse_recipe(raw)
+    job, saved = loop.Job.begin(one, torch.device("cpu")), checkpoints.Checkpoints(one)
+    begun = saved.resume(job.model, job.optimizer)
+    job.load_state(begun)
+    if dist.get_rank() == 0:
+        shutil.copytree(later, saved.directory, dirs_exist_ok=True)
+    dist.barrier()
+    back = saved.roll_back(job.model, job.optimizer)
+    job.go_back_to(back)
+    job.train_step()
+    saved.save(job.model, job.optimizer, job.state(), is_last=False)
+    return begun["step"], back["step"]
+
+
+def threads_of_removals(raw: dict) -> list[str]:
+    """The names of the threads of this rank that removed checkpoints in a run."""
+    remove, threads = checkpoints.remove, []
+
+    def noting(path):
+        threads.append(threading.current_thread().name)
+        remove(path)
+
+    checkpoints.remove = noting
+    try:
+        train(raw)
+    finally:
+        checkpoints.remove = remove
+    return threads
 
 
 def train_with_full_metrics(raw: dict, first: int, last: int) -> list[str]:

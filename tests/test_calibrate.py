@@ -52,6 +52,11 @@ def test_what_was_measured_replaces_the_data_sheet():
     assert (device.memory, device.source) == (known.memory, "measured")
 
 
+def test_a_rank_that_cannot_measure_is_named_in_one_sentence():
+    with pytest.raises(RuntimeError, match=r"^rank [01] could not measure this machine: .*no_such_type'?$"):
+        calibrate.calibrate_machine(2, "no_such_type")
+
+
 def test_the_command_measures_this_machine(tmp_path, capsys):
     models.tiny_config().save_pretrained(tmp_path)
     options = ["--world-size", "2", "--calibrate", "--tp", "2", "--seq-len", "64"]

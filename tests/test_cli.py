@@ -26,6 +26,15 @@ with one_message(rank, f"pp={rank}, dp=0, tp=0", output_dir):
     dist.barrier()
     if mode == "everywhere":
         raise KeyError("every rank alike")
+    if mode.startswith("shared"):
+        import time
+        from meshpar.mesh import on_every_rank, on_first_rank
+        share, raising = {"shared-first": (on_first_rank, 0), "shared-every": (on_every_rank, 1)}[mode]
+        try:
+            share(lambda: {}["missing"] if rank == raising else None)
+        except KeyError:
+            time.sleep(3 if rank == raising else 0)  # the other one is first to report
+            raise
     if rank == 1:
         raise KeyError("rank 1 alone")
     dist.all_reduce(torch.ones(4))
@@ -154,6 +163,14 @@ def test_error_on_every_rank_is_reported_once(tmp_path):
     assert done.returncode == 1
     assert len(messages) == 1
     assert messages[0].endswith("KeyError: 'every rank alike'")
+
+
+@pytest.mark.parametrize(("mode", "raising"), [("shared-first", 0), ("shared-every", 1)])
+def test_error_that_one_rank_shares_with_all_names_that_rank(tmp_path, mode, raising):
+    done, messages = torchrun(tmp_path, mode)
+    assert done.returncode == 1
+    place = f"pp={raising}, dp=0, tp=0, host {socket.gethostname()}"
+    assert messages == [f"meshpar: error on rank {raising} ({place}): KeyError: 'missing'"]
 
 
 def test_run_that_fails_in_its_workers_shows_one_message_without_torchruns_noise(tmp_path):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from meshpar import failure, rollcall, watch
+from meshpar.config import ParallelConfig
 from tests.workspace import recipe, run_python
 
 # On one rank, in the second step, in one place.
@@ -134,3 +136,31 @@ def test_where_a_process_was_can_be_read_when_it_is_dead(record: Path):
     assert has_died(1)
     run_python("-c", LEAVES_A_RECORD, "end")
     assert not has_died(1), "it came to its end"
+
+
+class Notes(dict):
+    """A board of one process; ``lost`` is when its keeper is gone."""
+
+    lost = False
+
+    def claim(self, key: str, value: str) -> bool:
+        return self.setdefault(key, value) == value
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+def test_ranks_that_fail_apart_end_with_the_message_of_the_first(monkeypatch):
+    """On two machines, each of which prints what its rank ends with."""
+    monkeypatch.setattr(rollcall.dist, "get_world_size", lambda: 2)
+    board, ranks = Notes(), []
+    for rank in range(2):
+        monkeypatch.setattr(rollcall.dist, "get_rank", lambda rank=rank: rank)
+        one = watch.Watch.__new__(watch.Watch)
+        one._rank, one._roll_call = rank, rollcall.RollCall(board, ParallelConfig(dp_shard=2))
+        ranks.append(one)
+    assert ranks[1].tell("error on rank 1", failure.BAD_USAGE) == ("error on rank 1", failure.BAD_USAGE)
+    assert ranks[0].tell("error on rank 0", failure.FAILED) == ("error on rank 1", failure.BAD_USAGE)
+    monkeypatch.setattr(watch.progress, "attempt_directory", lambda: Path("of the other machine"))
+    verdict = rollcall.Cause("a peer was lost")
+    assert ranks[0]._end_with(verdict) == ("error on rank 1", failure.BAD_USAGE)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from meshpar.checkpoint import export
 from meshpar.cli import main
 from meshpar.config import ConfigError
 from meshpar.load import open_model
@@ -106,7 +107,8 @@ def test_trusted_code_trains_verifies_and_goes_along_with_the_trained_model(odd,
     assert (refused.returncode, ran.exists()) == (2, False)
     assert refused.stderr == (
         f"meshpar: the config of {odd} needs Python code that comes with it, which is not run unless you trust it: "
-        "read that code, then set model.trust_remote_code=true (trust_remote_code=True in Python).\n"
+        "read that code, then set model.trust_remote_code=true (--trust-remote-code where there is no recipe, "
+        "trust_remote_code=True in Python).\n"
     )
     trained = meshpar("train", "model.trust_remote_code=true")
     assert trained.returncode == 0, trained.stderr
@@ -114,9 +116,18 @@ def test_trusted_code_trains_verifies_and_goes_along_with_the_trained_model(odd,
     verified = meshpar("verify", "model.trust_remote_code=true")
     assert "equal to one process: OddForCausalLM" in verified.stdout, verified.stderr
     out = tmp_path / "run" / "model"
+    exported = tmp_path / "exported"
     shutil.rmtree(odd)
+    ran.unlink()
+    with pytest.raises(ConfigError, match=r"needs Python code that comes with it.*--trust-remote-code"):
+        export(tmp_path / "run" / "checkpoints" / "step-2", exported)
+    assert not ran.exists()
     monkeypatch.setenv("RAN", str(ran))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert main(["export", str(tmp_path / "run" / "checkpoints" / "step-2"), str(exported), "--trust-remote-code"]) == 0
+    assert ran.exists()
+    assert (exported / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    assert type(AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)).__name__ == "OddForCausalLM"
     loaded = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     assert type(loaded).__name__ == "OddForCausalLM"
     assert type(AutoTokenizer.from_pretrained(out, trust_remote_code=True)).__name__ == "OddTokenizer"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessException
 
 from ..config import torch_dtype
 from ..mesh import default_device
@@ -83,7 +85,12 @@ def calibrate_machine(processes: int, dtype: str = "bfloat16") -> Calibration:
         return calibrate(default_device(), dtype)
     with tempfile.TemporaryDirectory() as directory:
         args = (processes, dtype, directory)
-        torch.multiprocessing.spawn(_measure, args, processes)  # type: ignore[attr-defined, no-untyped-call]
+        try:
+            torch.multiprocessing.spawn(_measure, args, processes)  # type: ignore[attr-defined, no-untyped-call]
+        except ProcessException as error:  # with the rank's whole traceback
+            lines = str(error).strip().splitlines()
+            reason = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1])
+            raise RuntimeError(f"rank {error.error_index} could not measure this machine: {reason}") from error
         found = json.loads((Path(directory) / "found").read_text())
     return Calibration(**found | {"link": Link(**found["link"])})
 

@@ -11,11 +11,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..checkpoint import STEP_DIRECTORY
-from ..checkpoint_files import MANIFEST, UNFINISHED, CheckpointError, read_manifest, remove
+from ..checkpoint_files import (
+    MANIFEST,
+    REPLACED,
+    UNFINISHED,
+    CheckpointError,
+    finish_replacing,
+    read_manifest,
+    remove,
+)
 from ..config import ConfigError
 from ..failure import AllRanksFailed
 from ..mesh import on_first_rank
@@ -57,6 +66,7 @@ class Checkpoints:
 
         Checkpoints of later steps are set aside: they belong to a run that this one does not continue.
         """
+        on_first_rank(self._finish_replacing)
         extra = self._load(model, optimizer)
         self._begun_at = 0 if extra is None else extra["step"]
         on_first_rank(lambda: self._set_aside_after(self._begun_at))
@@ -69,6 +79,9 @@ class Checkpoints:
         extra = self._newest_whole(model, optimizer, self._begun_at)
         if extra is None and self._source is not None:
             extra = self._resumed(self._source, model, optimizer)
+        if extra is not None:
+            step = extra["step"]
+            on_first_rank(lambda: self._set_aside_after(step))  # damaged ones
         return extra
 
     def save(self, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any], is_last: bool) -> None:
@@ -80,9 +93,10 @@ class Checkpoints:
         self._step, self._is_last = extra["step"], is_last
         directory = self.directory / f"step-{self._step}"
         if self._background is not None:
-            self._background.save(directory, model, optimizer, extra)
+            background = self._background
+            self._complete_save(lambda: background.save(directory, model, optimizer, extra, self._remove_old))
         else:
-            self._complete_save(lambda: checkpoint.save(directory, model, optimizer, extra))
+            self._complete_save(lambda: self._save_now(directory, model, optimizer, extra))
 
     def poll(self) -> None:
         """See to a background write that has ended; one number is summed over the ranks while there is one."""
@@ -107,7 +121,11 @@ class Checkpoints:
             self._report(error)
         else:
             self._failure = None
-            on_first_rank(self._remove_old)
+
+    def _save_now(self, directory: Path, model: ParallelModel, optimizer: Optimizer, extra: dict[str, Any]) -> None:
+        checkpoint.save(directory, model, optimizer, extra)
+        if dist.get_rank() == 0:
+            self._remove_old()
 
     def _report(self, error: OSError) -> None:
         newest = on_first_rank(self._newest)
@@ -158,12 +176,19 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         """Remove all but the newest ``keep``, and what unfinished saves and removals left; not what is being read."""
-        kept = self._complete()[-self._keep :]
-        oldest = _step(kept[0]) if kept else 0
-        for path in self.directory.glob("step-*"):
-            if STEP_DIRECTORY.fullmatch(path.name) and _step(path) < oldest:
-                _try_to_remove(path)
-        self._remove_unfinished()
+        try:
+            kept = [path for path in self._complete() if _step(path) <= self._step][-self._keep :]
+            oldest = _step(kept[0]) if kept else 0
+            for path in self.directory.glob("step-*"):
+                if STEP_DIRECTORY.fullmatch(path.name) and _step(path) < oldest:
+                    _try_to_remove(path)
+            self._remove_unfinished()
+        except OSError as error:
+            log.warning("old checkpoints could not be removed: %s", error)
+
+    def _finish_replacing(self) -> None:
+        for path in self.directory.glob(f"step-*{REPLACED}"):
+            finish_replacing(path.with_name(path.name.removesuffix(REPLACED)))
 
     def _remove_unfinished(self) -> None:
         for path in self.directory.glob(f"step-*{UNFINISHED}"):

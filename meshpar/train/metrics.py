@@ -10,8 +10,9 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,27 +136,45 @@ class MetricsFile:
     def __init__(self, path: Path, step: int) -> None:
         self.name, self._path = str(path), path
         self._file = _open_after(path, step)
+        self._waiting: list[bytes] = []  # rows
+        self._begun = 0  # bytes of the first of them that are in the file
+        self._back_to: int | None = None  # the last step whose rows stay, where later ones are still to be dropped
 
     def go_back(self, step: int) -> None:
-        """Drop the rows of steps after ``step``."""
-        self._file.close()
-        self._file = _open_after(self._path, step)
+        """Drop the rows of steps after ``step``; where this raises, the next row tries again."""
+        self._waiting = [row for row in self._waiting if _step_of(row) <= step]
+        self._back_to = step if self._back_to is None else min(step, self._back_to)
+        self._catch_up()
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row; it is in the file when this returns. What it raises for is written with the next one."""
-        self._file.write(json.dumps({key: _or_null(value) for key, value in row.items()}) + "\n")
-        self._file.flush()
+        self._waiting.append(json.dumps({key: _or_null(value) for key, value in row.items()}).encode() + b"\n")
+        self._catch_up()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._catch_up()
+        finally:
+            self._file.close()
+
+    def _catch_up(self) -> None:
+        if self._back_to is not None:
+            file = _open_after(self._path, self._back_to)  # without a row that is there in part
+            self._file.close()
+            self._file, self._begun, self._back_to = file, 0, None
+        while self._waiting:
+            self._begun += self._file.write(self._waiting[0][self._begun :]) or 0
+            if self._begun == len(self._waiting[0]):
+                self._waiting.pop(0)
+                self._begun = 0
 
 
-def _open_after(path: Path, step: int) -> TextIO:
+def _open_after(path: Path, step: int) -> FileIO:
     kept = [line for line in _lines(path) if _step_of(line) <= step] if step else []
     aside = path.with_suffix(".tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
+    aside.write_bytes(b"".join(kept))
     os.replace(aside, path)
-    return path.open("a", encoding="utf-8")
+    return path.open("ab", buffering=0)  # of a buffer, a full disk may lose rows
 
 
 def _or_null(value: object) -> object:
@@ -163,13 +182,13 @@ def _or_null(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
-        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf  # what a killed process left half written
 
