@@ -132,6 +132,7 @@ def _serve(connection, port: int) -> None:
                 world_size=world_size,
                 timeout=COLLECTIVE_TIMEOUT,
             )
+            dist.barrier()  # a job may end on one rank while its peers are still connecting
             fn, args, kwargs = pickle.loads(job)
             reply = pickle.dumps((True, fn(*args, **kwargs)))
         except BaseException:
