@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import meshpar
@@ -19,8 +23,9 @@ from tests.jobs import make, rows_of_rank
 
 
 def demo_pairs() -> list[dict[str, str]]:
-    """The demo's instruction pairs, in a process whose strings hash as no other's do."""
-    return list(docstring_pairs())
+    """The demo's instruction pairs, in a process whose strings hash as those of no process but the workers do."""
+    with mock.patch("sys.excepthook", sys.__excepthook__):  # which a process group replaces
+        return list(docstring_pairs())
 
 
 def call_of_a_pipeline(config: dict, batch: dict) -> list[str]:
@@ -82,6 +87,18 @@ def without_torchrun(batch: dict, started: bool) -> dict:
         "devices": (device, again),
         "world": (dist.get_world_size(), dist.get_rank(), dist.get_backend()),
         "loss": model.forward_backward(batch).item(),
+    }
+
+
+def of_a_rank_of_another_world(rank: int, world_size: int, llama: dict, config: dict) -> dict:
+    """A Llama on the meta device, set up as one rank of a world of which torch's fake process group shows no other."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    model = meshpar.parallelize_model(LlamaConfig(**llama), meshpar.ParallelConfig(**config), device="meta")
+    return {
+        "coordinate": list(model.mesh.get_coordinate()),
+        "shapes": {n: [list(p.shape), list(p.to_local().shape)] for n, p in model.named_parameters()},
+        "devices": {p.to_local().device.type for p in model.parameters()},
     }
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import resource
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from meshpar import ParallelConfig, checkpoint, parallelize_model
 from meshpar.grads import local
 from meshpar.model import ParallelModel
+from meshpar.parity import run_recipe
 from meshpar.recipe import parse_recipe
 from meshpar.train import checkpoints, loop
 from meshpar.train.data import GlobalBatches, Row
@@ -224,6 +227,30 @@ def train(raw: dict) -> list[str]:
         logging.getLogger("meshpar").removeHandler(handler)
         torch.use_deterministic_algorithms(False)
     return messages
+
+
+def train_with_code(raw: dict, modules: str, ran: str) -> list[str]:
+    """As `train`; Python code of the model's directory is copied to ``modules``, if it is run, and leaves ``ran``."""
+    with _own_code(modules, ran):
+        return train(raw)
+
+
+def verify_with_code(raw: dict, modules: str, ran: str) -> str:
+    """What the verification of a recipe prints; the model's directory has Python code, as in `train_with_code`."""
+    printed = io.StringIO()
+    with _own_code(modules, ran), redirect_stdout(printed):
+        run_recipe(parse_recipe(raw))
+    return printed.getvalue()
+
+
+@contextmanager
+def _own_code(modules: str, ran: str) -> Iterator[None]:
+    with (
+        mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules),
+        mock.patch.dict("os.environ", RAN=ran),
+        mock.patch("builtins.input", side_effect=AssertionError("nobody is there to answer")),
+    ):
+        yield
 
 
 def rows_seen(directory: str, first: int, count: int, config: dict) -> list[int]:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch.distributed as dist
 
 from meshpar.config import ParallelConfig
 from meshpar.planner.activations import Activations, Kept, measure
-from meshpar.planner.memory import memory_of_ranks
+from meshpar.planner.memory import MemoryOfRank, memory_of_ranks
 from meshpar.planner.orders import schedule_order
 from meshpar.planner.simulate import Action
 from meshpar.planner.skeleton import lay_out, no_network, open_skeleton
@@ -70,6 +71,23 @@ def forecast(settings: dict, family: str, changes: dict, batch: dict):
     return skeleton, config, kept, count
 
 
+def on_each_core(pool, find, cases: list[tuple]) -> list:
+    """``find(*case)`` of each case, on two processes outside of any job."""
+    halves = pool.run(2, found_alone, find, cases)
+    return [halves[i % 2][i // 2] for i in range(len(cases))]
+
+
+def found_alone(find, cases: list[tuple]) -> list:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return [find(*case) for case in cases[rank::2]]
+
+
+def ranks_of(*case) -> list[MemoryOfRank]:
+    """What is forecast of each rank."""
+    return list(memory_of_ranks(*forecast(*case)))
+
+
 def of_rank(ranks, where: dict):
     """The entry that stands for a rank."""
     return max((r for r in ranks if r.pp == where["pp"] and r.dp <= where["dp"]), key=lambda r: r.dp)
@@ -81,8 +99,7 @@ def test_state_is_exact_to_the_byte(pool):
         batches = [models.make_batch(ROWS, SEQ, case[2].get("vocab_size", 96)) for case in cases]
         cases = [(*case, batch) for case, batch in zip(cases, batches, strict=True)]
         real = pool.run(world, jobs.state_bytes, cases)
-        for i, case in enumerate(cases):
-            ranks = list(memory_of_ranks(*forecast(*case)))
+        for i, (case, ranks) in enumerate(zip(cases, on_each_core(pool, ranks_of, cases), strict=True)):
             assert sum(r.count for r in ranks) == world
             for found in (rank[i] for rank in real):
                 want = of_rank(ranks, found)
@@ -109,27 +126,39 @@ KEPT_CASES = [
 ]
 
 
+def kept_by_ranks(*case) -> list[dict]:
+    """What is forecast of each pp rank: "most", "late" of it, and of its "stages" (kept, sent to the next)."""
+    skeleton, config, kept, count = forecast(*case)
+    order = schedule_order(config, count) if config.pp > 1 else [[(Action("F", 0, 0),)]]
+    return [_kept_by_rank(skeleton, config, kept, count, pp, actions) for pp, actions in enumerate(order)]
+
+
+def _kept_by_rank(skeleton, config: ParallelConfig, kept: Activations, count: int, pp: int, times) -> dict:
+    step = Step(skeleton, config, _of_forwards(kept), count, skeleton.weights, pp)
+    actions = [action for actions in times for action in actions]
+    most = max(_both(held + step.kept(skeleton.ranges[a.stage])) for a, held in step.held(actions))
+    # What was sent last stays for a moment; what goes to this rank's own next stage is its receive buffer.
+    own = sum(a == b == pp for a, b in pairwise(skeleton.stage_ranks))
+    late = kept.hidden * (own * count if config.virtual_stages > 1 else 1)
+    stages = {r.index: (_both(step.kept(r)), 0 if r.is_last else kept.hidden) for r in skeleton.ranges}
+    return {"most": most, "late": late, "stages": stages}
+
+
 def test_activations_are_what_autograd_keeps(pool):
     """On every stage, and of all microbatches that its rank has between forward and backward at a time."""
     for world in (2, 4):
         cases = [(*case, models.make_batch(ROWS, SEQ)) for case in KEPT_CASES if config_of(case[0]).world_size == world]
         real = pool.run(world, jobs.kept_activations, cases)
-        for i, case in enumerate(cases):
-            skeleton, config, kept, count = forecast(*case)
-            order = schedule_order(config, count) if config.pp > 1 else [[(Action("F", 0, 0),)]]
+        for i, (case, ranks) in enumerate(zip(cases, on_each_core(pool, kept_by_ranks, cases), strict=True)):
+            config = config_of(case[0])
             for found in (rank[i] for rank in real):
-                step = Step(skeleton, config, _of_forwards(kept), count, skeleton.weights, found["pp"])
-                actions = [action for actions in order[found["pp"]] for action in actions]
-                most = max(_both(held + step.kept(skeleton.ranges[a.stage])) for a, held in step.held(actions))
-                # What was sent last stays for a moment; what goes to this rank's own next stage is its receive buffer.
-                own = sum(a == b == found["pp"] for a, b in pairwise(skeleton.stage_ranks))
-                late = kept.hidden * (own * count if config.virtual_stages > 1 else 1)
-                assert found["most"] - late <= most * 1.05 <= found["most"] * 1.1, case[:3]
+                want = ranks[found["pp"]]
+                most = want["most"]
+                assert found["most"] - want["late"] <= most * 1.05 <= found["most"] * 1.1, case[:3]
                 for index, size in found["stages"].items():
-                    stage = skeleton.ranges[index]
-                    assert _both(step.kept(stage)) == pytest.approx(size, rel=0.01), (case[:3], index)
+                    kept, sent = want["stages"][index]
+                    assert kept == pytest.approx(size, rel=0.01), (case[:3], index)
                     if config.tp == 1 and config.activation_checkpoint == "none":
-                        sent = 0 if stage.is_last else kept.hidden
                         assert found["saved"][index] + sent == pytest.approx(size, abs=64)  # the loss
 
 
@@ -171,8 +200,7 @@ def test_the_peak_of_a_step(pool):
     """Every tensor of a real step, recorded, on the CPU. A single microbatch's peak comes before its gradients."""
     cases = [(*case, models.make_batch(8, 128, WIDE["vocab_size"])) for case in PEAK_CASES]
     real = pool.run(2, jobs.peaks, cases)
-    for i, case in enumerate(cases):
-        ranks = list(memory_of_ranks(*forecast(*case)))
+    for i, (case, ranks) in enumerate(zip(cases, on_each_core(pool, ranks_of, cases), strict=True)):
         for found in (rank[i] for rank in real):
             want, peak = of_rank(ranks, found), found["held"] + found["peak"]
             early = want.gradients if case[0]["pp"] == 1 else 0

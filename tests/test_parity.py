@@ -204,11 +204,11 @@ def test_batches_given_as_a_list_are_one_global_batch(pool, config):
 def test_a_plain_loop_gives_the_same_gradients(pool, config):
     batches = [models.make_batch(kind="ragged", seed=s) for s in (1, 2)]
     losses, grads = models.reference(models.tiny_model("qwen3"), *batches)
-    for result in pool.run(world(config), jobs.plain_loop, config, batches, "qwen3"):
+    results = pool.run(world(config), jobs.plain_loop, config, batches, "qwen3")
+    for result in results:
         assert result["losses"] == pytest.approx(losses, abs=1e-6)
         assert models.relative(result["logits"], result["reference_logits"]) < 1e-5
-    grads_of_mesh = pool.run(world(config), jobs.plain_loop, config, batches, "qwen3")[0]["grads"]
-    assert max(models.relative(grads_of_mesh[n], grads[n]) for n in grads) <= 1e-5
+    assert max(models.relative(results[0]["grads"][n], grads[n]) for n in grads) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -228,11 +228,11 @@ def test_evaluation_between_steps_with_other_shapes(pool, config):
     reference = models.tiny_model()
     want_eval = models.reference_loss(reference, held_out).item()
     losses, grads = models.reference(reference, *train)
-    for result in pool.run(world(config), jobs.train_eval_train, config, train, held_out):
+    results = pool.run(world(config), jobs.train_eval_train, config, train, held_out)
+    for result in results:
         assert result["evals"] == pytest.approx([want_eval] * 3, abs=1e-6)
         assert result["losses"] == pytest.approx(losses, abs=1e-6)
-    got = pool.run(world(config), jobs.train_eval_train, config, train, held_out)[0]["grads"]
-    assert max(models.relative(got[n], grads[n]) for n in grads) <= 1e-5
+    assert max(models.relative(results[0]["grads"][n], grads[n]) for n in grads) <= 1e-5
 
 
 @pytest.mark.parametrize(

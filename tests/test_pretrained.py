@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,10 @@ from meshpar.config import ConfigError
 from meshpar.load import open_model
 from meshpar.pretrained import read_config, read_tokenizer
 from meshpar.weights_out import write_pretrained
+from tests import jobs_train
+from tests.pool import JobFailed
 from tests.weight_files import built, entries_of, llama_config, tensors_of
-from tests.workspace import environment, recipe
+from tests.workspace import recipe
 
 RAN = "import os, pathlib\npathlib.Path(os.environ.get('RAN', __file__ + '.ran')).touch()\n"
 CODE = {
@@ -91,30 +91,29 @@ def test_a_tokenizer_of_untrusted_code_is_not_written_and_the_weights_are(odd, t
     assert "has the weights, but no tokenizer: the tokenizer of" in caplog.text
 
 
-def test_trusted_code_trains_verifies_and_goes_along_with_the_trained_model(odd, workspace, tmp_path, monkeypatch):
+def test_trusted_code_trains_verifies_and_goes_along_with_the_trained_model(
+    pool, odd, workspace, tmp_path, monkeypatch
+):
     raw = recipe(workspace, tmp_path / "run", {"tp": 2, "dp_shard": 1}, model__path=str(odd), train__steps=2)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(raw))
-    ran = tmp_path / "ran"
-
-    def meshpar(command: str, *overrides: str) -> subprocess.CompletedProcess:
-        arguments = [sys.executable, "-m", "meshpar", command, str(tmp_path / "recipe.yaml"), *overrides]
-        env = environment() | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "RAN": str(ran)}
-        return subprocess.run(
-            arguments, env=env, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL
-        )
-
-    refused = meshpar("train")
-    assert (refused.returncode, ran.exists()) == (2, False)
-    assert refused.stderr == (
-        f"meshpar: the config of {odd} needs Python code that comes with it, which is not run unless you trust it: "
+    file, ran, modules = tmp_path / "recipe.yaml", tmp_path / "ran", str(tmp_path / "modules")
+    file.write_text(yaml.safe_dump(raw))
+    with pytest.raises(JobFailed) as refused:
+        pool.run(2, jobs_train.train_with_code, raw, modules, str(ran))
+    assert not ran.exists()
+    assert str(refused.value).count(
+        f"ConfigError: the config of {odd} needs Python code that comes with it, which is not run unless you trust it: "
         "read that code, then set model.trust_remote_code=true (--trust-remote-code where there is no recipe, "
         "trust_remote_code=True in Python).\n"
-    )
-    trained = meshpar("train", "model.trust_remote_code=true")
-    assert trained.returncode == 0, trained.stderr
+    ) == 2, "on each rank"  # fmt: skip
+    raw["model"]["trust_remote_code"] = True
+    printed = pool.run(2, jobs_train.verify_with_code, raw, modules, str(ran))[0]
+    assert "equal to one process: OddForCausalLM" in printed
+    ran.unlink()
+    monkeypatch.setenv("RAN", str(ran))
+    monkeypatch.setenv("HF_MODULES_CACHE", modules)
+    assert main(["train", str(file), "model.trust_remote_code=true"]) == 0
     assert ran.exists()
-    verified = meshpar("verify", "model.trust_remote_code=true")
-    assert "equal to one process: OddForCausalLM" in verified.stdout, verified.stderr
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     out = tmp_path / "run" / "model"
     exported = tmp_path / "exported"
     shutil.rmtree(odd)
@@ -122,8 +121,6 @@ def test_trusted_code_trains_verifies_and_goes_along_with_the_trained_model(odd,
     with pytest.raises(ConfigError, match=r"needs Python code that comes with it.*--trust-remote-code"):
         export(tmp_path / "run" / "checkpoints" / "step-2", exported)
     assert not ran.exists()
-    monkeypatch.setenv("RAN", str(ran))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     assert main(["export", str(tmp_path / "run" / "checkpoints" / "step-2"), str(exported), "--trust-remote-code"]) == 0
     assert ran.exists()
     assert (exported / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()

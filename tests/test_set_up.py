@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests import jobs_surface as jobs
 from tests import models
-from tests.workspace import run_python
 
 PP, DP, TP = 8, 16, 8  # a world of 1024, of which torch's fake process group shows one rank
 STAGE_LAYERS = [11, 10, 10, 10, 10, 10, 10, 9]
 HIDDEN, WIDTH, KV, VOCABULARY = 8192, 28672, 1024, 128256  # Llama 70B's
 
-SCRIPT = f"""
-import json, sys
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig
-import meshpar
-
-dist.init_process_group("fake", store=FakeStore(), rank=int(sys.argv[1]), world_size={PP * DP * TP})
-llama = LlamaConfig(
-    hidden_size={HIDDEN}, intermediate_size={WIDTH}, num_hidden_layers=80, num_attention_heads=64,
-    num_key_value_heads=8, vocab_size={VOCABULARY}, tie_word_embeddings=False,
+LLAMA = dict(
+    hidden_size=HIDDEN,
+    intermediate_size=WIDTH,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    vocab_size=VOCABULARY,
+    tie_word_embeddings=False,
 )
-config = meshpar.ParallelConfig(pp={PP}, dp_shard={DP}, tp={TP}, stage_layers={STAGE_LAYERS})
-model = meshpar.parallelize_model(llama, config, device="meta")
-print(json.dumps({{
-    "coordinate": list(model.mesh.get_coordinate()),
-    "shapes": {{n: [list(p.shape), list(p.to_local().shape)] for n, p in model.named_parameters()}},
-    "devices": sorted({{p.to_local().device.type for p in model.parameters()}}),
-}}))
-"""
 
 
 def expected_shapes(pp: int) -> dict[str, list[list[int]]]:
@@ -71,12 +57,11 @@ def expected_shapes(pp: int) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize(("rank", "coordinate"), [(0, [0, 0, 0]), (517, [4, 0, 5]), (1023, [7, 15, 7])])
-def test_a_rank_of_1024_has_its_part_of_a_70b_model(rank, coordinate):
-    done = run_python("-c", SCRIPT, str(rank))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+def test_a_rank_of_1024_has_its_part_of_a_70b_model(pool, rank, coordinate):
+    config = dict(pp=PP, dp_shard=DP, tp=TP, stage_layers=STAGE_LAYERS)
+    [result] = pool.run(1, jobs.of_a_rank_of_another_world, rank, PP * DP * TP, LLAMA, config)
     assert result["coordinate"] == coordinate
-    assert result["devices"] == ["meta"]
+    assert result["devices"] == {"meta"}
     assert result["shapes"] == expected_shapes(coordinate[0])
 
 

@@ -21,7 +21,7 @@ from meshpar.train.optim import lr_factor, make_optimizer, make_schedule
 from meshpar.train.trackers import check_trackers
 from tests import jobs_train as jobs
 from tests import models
-from tests.workspace import recipe, run_python
+from tests.workspace import recipe
 
 ONE, DP2, PP2 = {"dp_shard": 1}, {"dp_shard": 2}, {"dp_shard": 1, "pp": 2}
 DP2_TP2 = {"dp_shard": 2, "tp": 2}
@@ -290,12 +290,11 @@ def test_flops_per_token_are_the_published_ones(sizes, gigaflops):
 # The command
 
 
-def test_train_and_export_commands(workspace, tmp_path):
+def test_train_and_export_commands(workspace, tmp_path, capfd):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(workspace, tmp_path / "run", PP2)))
-    done = run_python("-m", "meshpar", "train", str(file), "train.steps=2", "checkpoint.async=true")
-    assert done.returncode == 0, done.stderr
-    assert "step 2/2  loss " in done.stdout
+    assert main(["train", str(file), "train.steps=2", "checkpoint.async=true"]) == 0
+    assert "step 2/2  loss " in capfd.readouterr().out
     step = tmp_path / "run" / "checkpoints" / "step-2"
     assert main(["export", str(step), str(tmp_path / "exported")]) == 0
     weights = [
@@ -305,9 +304,8 @@ def test_train_and_export_commands(workspace, tmp_path):
     assert weights[0] == weights[1]
 
 
-def test_verify_command(workspace, tmp_path):
+def test_verify_command(workspace, tmp_path, capfd):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(workspace, tmp_path / "run", PP2)))
-    done = run_python("-m", "meshpar", "verify", str(file), "parallel.compute_dtype=bfloat16")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal to one process: LlamaForCausalLM on pp=2 x dp=1 x tp=1, 1F1B" in done.stdout
+    assert main(["verify", str(file), "parallel.compute_dtype=bfloat16"]) == 0
+    assert "equal to one process: LlamaForCausalLM on pp=2 x dp=1 x tp=1, 1F1B" in capfd.readouterr().out
