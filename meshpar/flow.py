@@ -125,9 +125,11 @@ class NoData(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not any(t.is_meta for t in _tensors((args, kwargs))):
+        on_meta = {t.is_meta for t in _tensors((args, kwargs))}
+        if True not in on_meta:
             return func(*args, **kwargs)
-        args, kwargs = tree_map(_to_meta, (args, kwargs))
+        if False in on_meta:
+            args, kwargs = tree_map(_to_meta, (args, kwargs))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         if func is _aten._local_scalar_dense.default:
