@@ -1,0 +1,147 @@
+"""What a setting of a search takes and holds at least, without laying it out: time and memory, each ever closer.
+
+A bound is no more than the whole forecast says, for every schedule. It may be less: what is a little below its bound
+costs a forecast, what is above is left out for good.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from ..config import ParallelConfig
+from ..schedules import splits_backward
+from ..split import stages_of_rank
+from . import timing
+from .communication import Microbatches
+from .costs import WIDTH, Place, stage_costs
+from .forecast import Job
+from .orders import most_in_flight
+from .study import in_a_pass
+from .work import ModelWork
+
+
+class OfFirstLayers(NamedTuple):
+    """Seconds of a microbatch through the first layers, by how many; no schedule changes them.
+
+    ``whole``: forward and backward; ``split``: with a backward in two parts, or, as some are left, whole.
+    """
+
+    forward: list[float]
+    whole: list[float]
+    split: list[float]
+
+
+class Bounds:
+    """Of the settings of a ``job``."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._without_masks: dict[str, bool] = {}
+        self._counted: dict[tuple[int, int | None], float] = {}
+
+    # Memory of a rank, in bytes
+
+    def state(self, config: ParallelConfig) -> float:
+        """Of a rank with the average of parameters, whatever the schedule."""
+        return sum(_state(config, self._elements(config) / config.pp))
+
+    def memory(self, config: ParallelConfig, batch: Microbatches) -> float:
+        """Of the first pp rank: its layers' parameters, and what it holds of its microbatches at a time.
+
+        That is activations, and what a stage receives into: one buffer a microbatch and side.
+        """
+        counts = self.job.study.stage_layers(config)
+        stages, count = stages_of_rank(config, 0), in_a_pass(config, batch)
+        own = [counts[stage] for stage in stages]
+        pairs = most_in_flight(config, count) if config.pp > 1 else 1
+        sides = sum((stage > 0) + (stage < config.num_stages - 1) for stage in stages)
+        kept, hidden = self._kept(config, batch.rows)
+        state, gradients = _state(config, self._elements(config, sum(own)))
+        # Of few microbatches, all may be forward before there is a gradient.
+        return state + hidden * sides * count + max(gradients, kept * pairs * min(own))
+
+    def _kept(self, config: ParallelConfig, rows: int) -> tuple[int, int]:
+        """Bytes that a layer keeps of a microbatch at least, and of what passes between stages."""
+        first = self.job.study.activations(config, 1)
+        if rows == 1 or self._keeps_no_masks(config):
+            return rows * min(layer.kept for layer in first.layers), rows * first.hidden
+        second = self.job.study.activations(config, 2)
+        pairs = zip(first.layers, second.layers, strict=True)
+        return min(a.kept + (rows - 1) * (b.kept - a.kept) for a, b in pairs), rows * first.hidden
+
+    def _keeps_no_masks(self, config: ParallelConfig) -> bool:
+        """Whether two rows keep twice what one does, in every layer: a mask may be one for all rows, on any mesh."""
+        mode = config.activation_checkpoint
+        if mode not in self._without_masks:
+            one, two = (self.job.study.activations(config, rows).layers for rows in (1, 2))
+            self._without_masks[mode] = all(b.kept == 2 * a.kept for a, b in zip(one, two, strict=True))
+        return self._without_masks[mode]
+
+    # Time of a step, in seconds
+
+    def seconds(self, config: ParallelConfig, batch: Microbatches) -> float:
+        """Whatever the schedule: what a pp rank computes on average."""
+        work, place = self._placed(config)
+        (whole,) = stage_costs(work, batch, [len(work.layers)], place)
+        each = whole.forward + min(whole.backward, whole.inputs + whole.weights)
+        return batch.count * each / config.pp + self._optimizer(config)
+
+    def seconds_of_schedule(self, config: ParallelConfig, batch: Microbatches, costs: OfFirstLayers) -> float:
+        """The same with a schedule: the longest that a rank waits at both ends and computes in between.
+
+        A rank waits for the first microbatch to come through the stages before its own, and at the end for the
+        gradients to go back through them, unless its last backward is for weights alone.
+        """
+        starts = [0, *accumulate(self.job.study.stage_layers(config))]
+        split = splits_backward(config)
+        before, each = (costs.forward, costs.split) if split else (costs.whole, costs.whole)
+        busy = [each[stop] - each[start] for start, stop in pairwise(starts)]
+        busy[0] = costs.whole[starts[1]]  # the first stage's backward is whole
+        longest = max(
+            before[starts[rank]] + batch.count * sum(busy[stage] for stage in stages_of_rank(config, rank))
+            for rank in range(config.pp)
+        )
+        return longest + self._optimizer(config)
+
+    def of_first_layers(self, config: ParallelConfig, batch: Microbatches) -> OfFirstLayers:
+        """What `seconds_of_schedule` takes, for all schedules of a mesh and batch."""
+        work, place = self._placed(config)
+        each = stage_costs(work, batch, [1] * len(work.layers), place)
+        return OfFirstLayers(
+            forward=[0.0, *accumulate(cost.forward for cost in each)],
+            whole=[0.0, *accumulate(cost.forward + cost.backward for cost in each)],
+            split=[0.0, *accumulate(c.forward + min(c.backward, c.inputs + c.weights) for c in each)],
+        )
+
+    def _optimizer(self, config: ParallelConfig) -> float:
+        elements = self._elements(config) / config.pp / config.dp_shard
+        return timing.OPTIMIZER_BYTES * WIDTH[config.param_dtype] * elements / self.job.device.memory_rate
+
+    # What both need
+
+    def _elements(self, config: ParallelConfig, layers: int | None = None) -> float:
+        """Of the first layers, or all, and what is outside of them, on a tp rank; without a head of its own."""
+        key = (config.tp, layers)
+        if key not in self._counted:
+            work = self.job.study.rough_work(config)
+            groups = (*(layer.stored for layer in work.layers[:layers]), work.rest)
+            self._counted[key] = sum(rows * width for group in groups for rows, width in group)
+        return self._counted[key]
+
+    def _placed(self, config: ParallelConfig) -> tuple[ModelWork, Place]:
+        return self.job.study.rough_work(config), Place(config, self.job.device, self.job.network)
+
+
+def _state(config: ParallelConfig, elements: float) -> tuple[float, float]:
+    """Bytes of a rank with so many parameters: they, gradients and moments; and what a pipeline adds of gradients.
+
+    A pipeline keeps weights and gradients whole. The first includes whole weights; the second is what whole gradients
+    are more than their shards.
+    """
+    width = WIDTH[config.param_dtype]
+    least = 4 * width * elements / config.dp_shard
+    if config.pp == 1 or config.reshards:
+        return least, 0.0
+    gradients = max(0.0, WIDTH[config.reduce_dtype] - width / config.dp_shard)
+    return least + WIDTH[config.compute_dtype] * elements, gradients * elements
