@@ -6,6 +6,7 @@ costs a forecast, what is above is left out for good.
 
 from __future__ import annotations
 
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ from ..config import ParallelConfig
 from ..schedules import splits_backward
 from ..split import stages_of_rank
 from . import timing
-from .communication import Microbatches
-from .costs import WIDTH, Place, stage_costs
+from .communication import Microbatches, Parameter
+from .costs import WIDTH, Place, gather_and_reduce, stage_costs
 from .forecast import Job
 from .orders import most_in_flight
 from .study import in_a_pass
@@ -32,12 +33,27 @@ class OfFirstLayers(NamedTuple):
     split: list[float]
 
 
+class Outside(NamedTuple):
+    """Seconds of a step that are no microbatch's; the first two of the first layers, by how many.
+
+    ``gathers``: of weights that stay gathered. ``ends``: reductions, sums over replicas and the optimizer's. ``rest``
+    and ``head``: both, of what is outside of the layers. ``once``: of a few numbers.
+    """
+
+    gathers: list[float]
+    ends: list[float]
+    rest: tuple[float, float]
+    head: tuple[float, float]
+    once: float
+
+
 class Bounds:
     """Of the settings of a ``job``."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._without_masks: dict[str, bool] = {}
+        self._of_meshes: dict[tuple[int, ...], Outside] = {}
         self._counted: dict[tuple[int, int | None], float] = {}
 
     # Memory of a rank, in bytes
@@ -81,28 +97,39 @@ class Bounds:
     # Time of a step, in seconds
 
     def seconds(self, config: ParallelConfig, batch: Microbatches) -> float:
-        """Whatever the schedule: what a pp rank computes on average."""
+        """Whatever the schedule: what a pp rank is busy on average."""
         work, place = self._placed(config)
         (whole,) = stage_costs(work, batch, [len(work.layers)], place)
         each = whole.forward + min(whole.backward, whole.inputs + whole.weights)
-        return batch.count * each / config.pp + self._optimizer(config)
+        out = self._outside(config)
+        gathers, ends = (sum(of) for of in zip((out.gathers[-1], out.ends[-1]), out.rest, out.head, strict=True))
+        shown = max(0.0, gathers - self._beside(whole.forward))
+        return (batch.count * each + shown + ends) / config.pp + out.once
 
     def seconds_of_schedule(self, config: ParallelConfig, batch: Microbatches, costs: OfFirstLayers) -> float:
-        """The same with a schedule: the longest that a rank waits at both ends and computes in between.
+        """The same with a schedule: the longest that a rank waits at both ends and is busy in between.
 
         A rank waits for the first microbatch to come through the stages before its own, and at the end for the
         gradients to go back through them, unless its last backward is for weights alone.
         """
         starts = [0, *accumulate(self.job.study.stage_layers(config))]
-        split = splits_backward(config)
+        split, out = splits_backward(config), self._outside(config)
         before, each = (costs.forward, costs.split) if split else (costs.whole, costs.whole)
-        busy = [each[stop] - each[start] for start, stop in pairwise(starts)]
-        busy[0] = costs.whole[starts[1]]  # the first stage's backward is whole
+        busy = [batch.count * (each[stop] - each[start]) for start, stop in pairwise(starts)]
+        busy[0] = batch.count * costs.whole[starts[1]]  # the first stage's backward is whole
+        gathers = [out.gathers[stop] - out.gathers[start] for start, stop in pairwise(starts)]
+        ends = [out.ends[stop] - out.ends[start] for start, stop in pairwise(starts)]
+        for stage, (gather, end) in ((0, out.rest), (-1, out.head)):
+            gathers[stage] += gather
+            ends[stage] += end
+        for stage, (start, stop) in enumerate(pairwise(starts)):
+            shown = gathers[stage] - self._beside(costs.forward[stop] - costs.forward[start])
+            busy[stage] += max(0.0, shown) + ends[stage]
         longest = max(
-            before[starts[rank]] + batch.count * sum(busy[stage] for stage in stages_of_rank(config, rank))
+            before[starts[rank]] + sum(busy[stage] for stage in stages_of_rank(config, rank))
             for rank in range(config.pp)
         )
-        return longest + self._optimizer(config)
+        return longest + out.once
 
     def of_first_layers(self, config: ParallelConfig, batch: Microbatches) -> OfFirstLayers:
         """What `seconds_of_schedule` takes, for all schedules of a mesh and batch."""
@@ -114,9 +141,36 @@ class Bounds:
             split=[0.0, *accumulate(c.forward + min(c.backward, c.inputs + c.weights) for c in each)],
         )
 
-    def _optimizer(self, config: ParallelConfig) -> float:
-        elements = self._elements(config) / config.pp / config.dp_shard
-        return timing.OPTIMIZER_BYTES * WIDTH[config.param_dtype] * elements / self.job.device.memory_rate
+    def _outside(self, config: ParallelConfig) -> Outside:
+        """Of a mesh, whatever the batch and the schedule."""
+        mesh = (config.pp, config.dp_replicate, config.dp_shard, config.tp)
+        if mesh not in self._of_meshes:
+            work, place = self._placed(config)
+            of_group = cache(partial(self._of_group, hidden=work.hidden, place=place))
+            layers = [of_group(layer.stored) for layer in work.layers]
+            self._of_meshes[mesh] = Outside(
+                gathers=[0.0, *accumulate(gather for gather, _ in layers)],
+                ends=[0.0, *accumulate(end for _, end in layers)],
+                rest=of_group(work.rest),
+                head=(0.0, 0.0) if work.tied else of_group(work.head.stored),
+                once=timing.once_a_step(work, place),
+            )
+        return self._of_meshes[mesh]
+
+    def _of_group(self, stored: tuple[Parameter, ...], hidden: int, place: Place) -> tuple[float, float]:
+        """Of one of FSDP's groups, its gather, and what comes at the end of a step."""
+        config, width = place.config, WIDTH[place.config.param_dtype]
+        elements = sum(rows * columns for rows, columns in stored) / config.dp_shard
+        end = timing.between_replicas([stored], hidden, place)
+        end += timing.OPTIMIZER_BYTES * width * elements / self.job.device.memory_rate
+        gather, reduction = gather_and_reduce(stored, hidden, place)
+        if config.pp == 1:  # beside the microbatches' compute, most of both
+            return 0.0, end
+        return 0.0 if config.reshards else gather, end + reduction
+
+    def _beside(self, forward: float) -> float:
+        """Of a forward, the seconds that hide a gather."""
+        return forward if self.job.device.asynchronous else 0.0
 
     # What both need
 
