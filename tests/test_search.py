@@ -61,7 +61,8 @@ def test_what_is_quick_to_say_is_no_more_than_the_whole_forecast(family, changes
         config, batch = setting
         total = heaviest(job.study.memory(config, batch)).total
         assert bounds.state(config) <= total * slack, setting
-        assert bounds.memory(config, batch) <= total * slack, setting
+        assert bounds.memory(config, batch) <= bounds.memory_in_order(config, batch) * slack, setting
+        assert bounds.memory_in_order(config, batch) <= total * slack, setting
         seconds = seconds_of(job, config, batch)
         assert bounds.seconds(*shape) <= seconds * slack, setting
         assert bounds.seconds_of_schedule(config, batch, bounds.of_first_layers(*shape)) <= seconds * slack, setting

@@ -6,9 +6,13 @@ costs a forecast, what is above is left out for good.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..config import ParallelConfig
 from ..schedules import splits_backward
@@ -17,6 +21,7 @@ from . import timing
 from .communication import Microbatches, Parameter
 from .costs import WIDTH, Place, gather_and_reduce, stage_costs
 from .forecast import Job
+from .in_flight import in_flight
 from .orders import most_in_flight
 from .study import in_a_pass
 from .work import ModelWork
@@ -54,37 +59,64 @@ class Bounds:
         self.job = job
         self._without_masks: dict[str, bool] = {}
         self._of_meshes: dict[tuple[int, ...], Outside] = {}
-        self._counted: dict[tuple[int, int | None], float] = {}
+        self._by_layers: dict[tuple[Hashable, ...], list[float]] = {}  # sums over the first layers, by how many
 
     # Memory of a rank, in bytes
 
     def state(self, config: ParallelConfig) -> float:
         """Of a rank with the average of parameters, whatever the schedule."""
-        return sum(_state(config, self._elements(config) / config.pp))
+        state, gradients = _state(config, self._elements(config) / config.pp)
+        return state + gradients
 
     def memory(self, config: ParallelConfig, batch: Microbatches) -> float:
-        """Of the first pp rank: its layers' parameters, and what it holds of its microbatches at a time.
+        """Of the first pp rank: its parameters, and the most of activations or gradients, without the schedule's order.
 
-        That is activations, and what a stage receives into: one buffer a microbatch and side.
+        And what a stage receives into: one buffer a microbatch and side.
         """
-        counts = self.job.study.stage_layers(config)
         stages, count = stages_of_rank(config, 0), in_a_pass(config, batch)
-        own = [counts[stage] for stage in stages]
         pairs = most_in_flight(config, count) if config.pp > 1 else 1
-        sides = sum((stage > 0) + (stage < config.num_stages - 1) for stage in stages)
-        kept, hidden = self._kept(config, batch.rows)
-        state, gradients = _state(config, self._elements(config, sum(own)))
-        # Of few microbatches, all may be forward before there is a gradient.
-        return state + hidden * sides * count + max(gradients, kept * pairs * min(own))
+        state, gradients = _state(config, sum(self._elements_of(config, stages)))
+        held = pairs * min(self._kept(config, batch.rows, stages))
+        return state + self._buffers(config, batch, stages) + max(gradients, held)
 
-    def _kept(self, config: ParallelConfig, rows: int) -> tuple[int, int]:
-        """Bytes that a layer keeps of a microbatch at least, and of what passes between stages."""
-        first = self.job.study.activations(config, 1)
-        if rows == 1 or self._keeps_no_masks(config):
-            return rows * min(layer.kept for layer in first.layers), rows * first.hidden
-        second = self.job.study.activations(config, 2)
-        pairs = zip(first.layers, second.layers, strict=True)
-        return min(a.kept + (rows - 1) * (b.kept - a.kept) for a, b in pairs), rows * first.hidden
+    def memory_in_order(self, config: ParallelConfig, batch: Microbatches) -> float:
+        """The same with the order of the rank's actions: activations, gradients and what was sent, at the same moment.
+
+        What the layer needs that runs is not in it.
+        """
+        stages, count = stages_of_rank(config, 0), in_a_pass(config, batch)
+        elements, held = self._elements_of(config, stages), in_flight(config, count)
+        state, _ = _state(config, sum(elements))
+        kept, left = self._kept(config, batch.rows, stages), self._kept(config, batch.rows, stages, "between")
+        gradients = torch.zeros(())
+        if config.pp > 1:
+            width = WIDTH[config.param_dtype]
+            whole = held.gone @ _tensor(elements) * WIDTH[config.reduce_dtype]
+            gradients = (whole - width * sum(elements) / config.dp_shard).clamp(min=0)
+        sent = held.sent * self._hidden(config, batch.rows)
+        moments = held.kept @ _tensor(kept) + held.between @ _tensor(left) + sent + gradients
+        return state + self._buffers(config, batch, stages) + float(moments.max())
+
+    def _buffers(self, config: ParallelConfig, batch: Microbatches, stages: Sequence[int]) -> int:
+        sides = sum((stage > 0) + (stage < config.num_stages - 1) for stage in stages)
+        return sides * in_a_pass(config, batch) * self._hidden(config, batch.rows)
+
+    def _hidden(self, config: ParallelConfig, rows: int) -> int:
+        """Bytes of a microbatch that pass between stages."""
+        return rows * self.job.study.activations(config, 1).hidden
+
+    def _kept(self, config: ParallelConfig, rows: int, stages: Sequence[int], name: str = "kept") -> list[float]:
+        """Bytes that each of some stages' layers keep of a microbatch at least, or have ``between`` two backwards."""
+        key = (config.tp, config.pp > 1, config.activation_checkpoint, rows, name)
+        if key not in self._by_layers:
+            first = [getattr(layer, name) for layer in self.job.study.activations(config, 1).layers]
+            more = first
+            if rows > 1 and not self._keeps_no_masks(config):
+                second = self.job.study.activations(config, 2)
+                more = [getattr(layer, name) - one for layer, one in zip(second.layers, first, strict=True)]
+            each = (one + (rows - 1) * another for one, another in zip(first, more, strict=True))
+            self._by_layers[key] = [0.0, *accumulate(each)]
+        return self._of_stages(config, self._by_layers[key], stages)
 
     def _keeps_no_masks(self, config: ParallelConfig) -> bool:
         """Whether two rows keep twice what one does, in every layer: a mask may be one for all rows, on any mesh."""
@@ -160,7 +192,7 @@ class Bounds:
     def _of_group(self, stored: tuple[Parameter, ...], hidden: int, place: Place) -> tuple[float, float]:
         """Of one of FSDP's groups, its gather, and what comes at the end of a step."""
         config, width = place.config, WIDTH[place.config.param_dtype]
-        elements = sum(rows * columns for rows, columns in stored) / config.dp_shard
+        elements = _count(stored) / config.dp_shard
         end = timing.between_replicas([stored], hidden, place)
         end += timing.OPTIMIZER_BYTES * width * elements / self.job.device.memory_rate
         gather, reduction = gather_and_reduce(stored, hidden, place)
@@ -174,14 +206,28 @@ class Bounds:
 
     # What both need
 
-    def _elements(self, config: ParallelConfig, layers: int | None = None) -> float:
-        """Of the first layers, or all, and what is outside of them, on a tp rank; without a head of its own."""
-        key = (config.tp, layers)
-        if key not in self._counted:
-            work = self.job.study.rough_work(config)
-            groups = (*(layer.stored for layer in work.layers[:layers]), work.rest)
-            self._counted[key] = sum(rows * width for group in groups for rows, width in group)
-        return self._counted[key]
+    def _elements(self, config: ParallelConfig) -> float:
+        """Of a tp rank's parameters, without a head of its own."""
+        return self._layer_elements(config)[-1] + _count(self.job.study.rough_work(config).rest)
+
+    def _elements_of(self, config: ParallelConfig, stages: Sequence[int]) -> list[float]:
+        """Of each of some stages of a rank, the first among them."""
+        found = self._of_stages(config, self._layer_elements(config), stages)
+        found[0] += _count(self.job.study.rough_work(config).rest)
+        return found
+
+    def _layer_elements(self, config: ParallelConfig) -> list[float]:
+        """Of the first layers, by how many."""
+        key = (config.tp,)
+        if key not in self._by_layers:
+            layers = self.job.study.rough_work(config).layers
+            self._by_layers[key] = [0.0, *accumulate(_count(layer.stored) for layer in layers)]
+        return self._by_layers[key]
+
+    def _of_stages(self, config: ParallelConfig, first: Sequence[float], stages: Sequence[int]) -> list[float]:
+        """Sums over the layers of each of some stages, of what is known of the first layers."""
+        starts = [0, *accumulate(self.job.study.stage_layers(config))]
+        return [first[starts[stage + 1]] - first[starts[stage]] for stage in stages]
 
     def _placed(self, config: ParallelConfig) -> tuple[ModelWork, Place]:
         return self.job.study.rough_work(config), Place(config, self.job.device, self.job.network)
@@ -199,3 +245,11 @@ def _state(config: ParallelConfig, elements: float) -> tuple[float, float]:
         return least, 0.0
     gradients = max(0.0, WIDTH[config.reduce_dtype] - width / config.dp_shard)
     return least + WIDTH[config.compute_dtype] * elements, gradients * elements
+
+
+def _count(stored: Iterable[Parameter]) -> int:
+    return sum(rows * columns for rows, columns in stored)
+
+
+def _tensor(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)

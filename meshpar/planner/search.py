@@ -199,7 +199,7 @@ class _Search:
     def _examine(self, setting: Setting) -> None:
         job, (config, batch) = self.job, setting
         try:
-            if self.bounds.memory(config, batch) > room(job.device) or not self._fits(setting):
+            if not self._fits(setting):
                 self.pruned[MEMORY] += 1
                 return
             layers = job.study.stage_layers(config)
@@ -211,9 +211,12 @@ class _Search:
 
     def _fits(self, setting: Setting) -> bool:
         """Whether every rank's memory does, which is the same for any number of replicas."""
-        config, batch = setting
+        (config, batch), limit = setting, room(self.job.device)
         key = (replace(config, dp_replicate=1), config.dp > 1, batch)
         if key not in self.fitting:
-            limit = room(self.job.device)
-            self.fitting[key] = all(rank.total <= limit for rank in self.job.study.memory(config, batch))
+            self.fitting[key] = (
+                self.bounds.memory(config, batch) <= limit
+                and self.bounds.memory_in_order(config, batch) <= limit
+                and all(rank.total <= limit for rank in self.job.study.memory(config, batch))
+            )
         return self.fitting[key]
