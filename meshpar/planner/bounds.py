@@ -82,7 +82,7 @@ class Bounds:
     def memory_in_order(self, config: ParallelConfig, batch: Microbatches) -> float:
         """The same with the order of the rank's actions: activations, gradients and what was sent, at the same moment.
 
-        What the layer needs that runs is not in it.
+        And what the layer needs that goes backward.
         """
         stages, count = stages_of_rank(config, 0), in_a_pass(config, batch)
         elements, held = self._elements_of(config, stages), in_flight(config, count)
@@ -94,7 +94,8 @@ class Bounds:
             whole = held.gone @ _tensor(elements) * WIDTH[config.reduce_dtype]
             gradients = (whole - width * sum(elements) / config.dp_shard).clamp(min=0)
         sent = held.sent * self._hidden(config, batch.rows)
-        moments = held.kept @ _tensor(kept) + held.between @ _tensor(left) + sent + gradients
+        needed = held.runs @ _tensor(self._needed(config, batch.rows, stages))
+        moments = held.kept @ _tensor(kept) + held.between @ _tensor(left) + needed + sent + gradients
         return state + self._buffers(config, batch, stages) + float(moments.max())
 
     def _buffers(self, config: ParallelConfig, batch: Microbatches, stages: Sequence[int]) -> int:
@@ -104,6 +105,16 @@ class Bounds:
     def _hidden(self, config: ParallelConfig, rows: int) -> int:
         """Bytes of a microbatch that pass between stages."""
         return rows * self.job.study.activations(config, 1).hidden
+
+    def _needed(self, config: ParallelConfig, rows: int, stages: Sequence[int]) -> list[float]:
+        """Bytes that the last layer of each of some stages needs in its backward beside what is kept, at least.
+
+        That is the most of several moments, each so much and so much a row, less what is kept: convex in the rows.
+        """
+        stops = [*accumulate(self.job.study.stage_layers(config))]
+        one, two = (self.job.study.activations(config, min(rows, n)).layers for n in (1, 2))
+        ends = [(one[stops[stage] - 1].backward, two[stops[stage] - 1].backward) for stage in stages]
+        return [max(0.0, first + (rows - 1) * (second - first)) for first, second in ends]
 
     def _kept(self, config: ParallelConfig, rows: int, stages: Sequence[int], name: str = "kept") -> list[float]:
         """Bytes that each of some stages' layers keep of a microbatch at least, or have ``between`` two backwards."""

@@ -14,20 +14,22 @@ from ..split import stage_ranks, stages_of_rank
 from .orders import schedule_order
 from .simulate import Action
 
-_Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+_Row = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """Counts at the moments of a step at which the first pp rank may hold most; the first three [moments, stages].
+    """Counts at the moments of a step at which the first pp rank may hold most; the first four [moments, stages].
 
     ``kept``: microbatches between forward and backward. ``between``: between the two parts of a backward. ``gone``:
-    1 where a stage has gone backward, so that its gradients are there. ``sent``: [moments], what was sent and is kept.
+    1 where a stage has gone backward, so that its gradients are there. ``runs``: 1 where a stage's last layer is going
+    backward, not for its weights alone. ``sent``: [moments], what was sent and is kept.
     """
 
     kept: Tensor
     between: Tensor
     gone: Tensor
+    runs: Tensor
     sent: Tensor
 
 
@@ -35,7 +37,7 @@ def in_flight(config: ParallelConfig, microbatches: int) -> InFlight:
     """Of one run of the config's schedule over ``microbatches``; without a pipeline, of one of them."""
     if config.pp == 1:
         one = torch.ones(1, 1, dtype=torch.float64)
-        return InFlight(one, 0 * one, 0 * one, 0 * one[0])
+        return InFlight(one, 0 * one, 0 * one, one, 0 * one[0])
     return _in_flight(config.schedule, config.pp, config.virtual_stages, microbatches)
 
 
@@ -47,8 +49,8 @@ def _in_flight(schedule: str, pp: int, virtual: int, microbatches: int) -> InFli
     most: dict[_Row, int] = {}
     for row, sent in _moments(actions, own, ranks):
         most[row] = max(most.get(row, 0), sent)
-    kept, between, gone = (torch.tensor(counts, dtype=torch.float64) for counts in zip(*most, strict=True))
-    return InFlight(kept, between, gone, torch.tensor([*most.values()], dtype=torch.float64))
+    kept, between, gone, runs = (torch.tensor(counts, dtype=torch.float64) for counts in zip(*most, strict=True))
+    return InFlight(kept, between, gone, runs, torch.tensor([*most.values()], dtype=torch.float64))
 
 
 def _moments(actions: Sequence[Action], own: Sequence[int], ranks: Sequence[int]) -> Iterator[tuple[_Row, int]]:
@@ -60,11 +62,12 @@ def _moments(actions: Sequence[Action], own: Sequence[int], ranks: Sequence[int]
         if kind == "F":
             kept[i] += 1
             continue
-        yield (tuple(kept), tuple(between), tuple(gone)), sent
+        runs = tuple(int(n == i and kind != "W") for n in range(len(own)))
+        yield (tuple(kept), tuple(between), tuple(gone), runs), sent
         (between if kind == "W" else kept)[i] -= 1
         if kind != "I" and not gone[i]:
             gone[i] = 1
-            yield (tuple(kept), tuple(between), tuple(gone)), sent
+            yield (tuple(kept), tuple(between), tuple(gone), (0,) * len(own)), sent
         between[i] += kind == "I"
         if len(own) > 1:  # such schedules keep what they sent to the end of a step
             sent += (kind != "I" and ranks[stage + 1] != 0) + (kind != "W" and stage > 0 and ranks[stage - 1] != 0)
