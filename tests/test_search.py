@@ -48,6 +48,7 @@ def seconds_of(job: Job, config: ParallelConfig, batch) -> float:
     [
         ("llama", WIDE, 64, 8, {"tp": 2}),  # mostly parameters
         ("llama", {}, 2048, 8, {}),  # mostly activations
+        ("llama", WIDE, 512, 8, {"pp": 4}),  # several stages on each of several ranks
         ("llama", dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=42), 128, 4, {}),
         ("gemma3_text", SLIDING, 256, 8, {"tp": 1}),
     ],

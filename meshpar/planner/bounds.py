@@ -30,12 +30,14 @@ from .work import ModelWork
 class OfFirstLayers(NamedTuple):
     """Seconds of a microbatch through the first layers, by how many; no schedule changes them.
 
-    ``whole``: forward and backward; ``split``: with a backward in two parts, or, as some are left, whole.
+    ``whole``: forward and backward; ``split``: with a backward in two parts, or, as some are left, whole. ``through``:
+    of all layers, forward and backward for inputs alone.
     """
 
     forward: list[float]
     whole: list[float]
     split: list[float]
+    through: float
 
 
 class Outside(NamedTuple):
@@ -82,10 +84,15 @@ class Bounds:
     def memory_in_order(self, config: ParallelConfig, batch: Microbatches) -> float:
         """The same with the order of the rank's actions: activations, gradients and what was sent, at the same moment.
 
-        And what the layer needs that goes backward.
+        And what the layer needs that goes backward. Where backwards come in two parts, ranks behind the first one hold
+        more than it does, and two of them are looked at too.
         """
-        stages, count = stages_of_rank(config, 0), in_a_pass(config, batch)
-        elements, held = self._elements_of(config, stages), in_flight(config, count)
+        ranks = {0, config.pp // 2, config.pp - 1} if splits_backward(config) else {0}
+        return max(self._in_order(config, batch, rank) for rank in ranks)
+
+    def _in_order(self, config: ParallelConfig, batch: Microbatches, pp_rank: int) -> float:
+        stages, count = stages_of_rank(config, pp_rank), in_a_pass(config, batch)
+        elements, held = self._elements_of(config, stages), in_flight(config, count, pp_rank)
         state, _ = _state(config, sum(elements))
         kept, left = self._kept(config, batch.rows, stages), self._kept(config, batch.rows, stages, "between")
         gradients = torch.zeros(())
@@ -153,7 +160,8 @@ class Bounds:
         """The same with a schedule: the longest that a rank waits at both ends and is busy in between.
 
         A rank waits for the first microbatch to come through the stages before its own, and at the end for the
-        gradients to go back through them, unless its last backward is for weights alone.
+        gradients to go back through them, unless its last backward is for weights alone. Of few microbatches, what one
+        takes through all stages and back may be longer.
         """
         starts = [0, *accumulate(self.job.study.stage_layers(config))]
         split, out = splits_backward(config), self._outside(config)
@@ -172,7 +180,8 @@ class Bounds:
             before[starts[rank]] + sum(busy[stage] for stage in stages_of_rank(config, rank))
             for rank in range(config.pp)
         )
-        return longest + out.once
+        through = costs.through if split else costs.whole[-1]
+        return max(longest, through) + out.once
 
     def of_first_layers(self, config: ParallelConfig, batch: Microbatches) -> OfFirstLayers:
         """What `seconds_of_schedule` takes, for all schedules of a mesh and batch."""
@@ -182,6 +191,7 @@ class Bounds:
             forward=[0.0, *accumulate(cost.forward for cost in each)],
             whole=[0.0, *accumulate(cost.forward + cost.backward for cost in each)],
             split=[0.0, *accumulate(c.forward + min(c.backward, c.inputs + c.weights) for c in each)],
+            through=sum(c.forward + min(c.backward, c.inputs) for c in each),
         )
 
     def _outside(self, config: ParallelConfig) -> Outside:
@@ -222,9 +232,10 @@ class Bounds:
         return self._layer_elements(config)[-1] + _count(self.job.study.rough_work(config).rest)
 
     def _elements_of(self, config: ParallelConfig, stages: Sequence[int]) -> list[float]:
-        """Of each of some stages of a rank, the first among them."""
+        """Of each of a rank's stages."""
         found = self._of_stages(config, self._layer_elements(config), stages)
-        found[0] += _count(self.job.study.rough_work(config).rest)
+        if stages[0] == 0:
+            found[0] += _count(self.job.study.rough_work(config).rest)
         return found
 
     def _layer_elements(self, config: ParallelConfig) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the first pp rank holds of its microbatches at each of its actions, counted: the same for any model."""
+"""What a pp rank holds of its microbatches at each of its actions, counted: the same for any model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Row = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class InFlight:
-    """Counts at the moments of a step at which the first pp rank may hold most; the first four [moments, stages].
+    """Counts at the moments of a step at which a pp rank may hold most; the first four [moments, stages].
 
     ``kept``: microbatches between forward and backward. ``between``: between the two parts of a backward. ``gone``:
     1 where a stage has gone backward, so that its gradients are there. ``runs``: 1 where a stage's last layer is going
@@ -33,19 +33,19 @@ class InFlight:
     sent: Tensor
 
 
-def in_flight(config: ParallelConfig, microbatches: int) -> InFlight:
+def in_flight(config: ParallelConfig, microbatches: int, pp_rank: int) -> InFlight:
     """Of one run of the config's schedule over ``microbatches``; without a pipeline, of one of them."""
     if config.pp == 1:
         one = torch.ones(1, 1, dtype=torch.float64)
         return InFlight(one, 0 * one, 0 * one, one, 0 * one[0])
-    return _in_flight(config.schedule, config.pp, config.virtual_stages, microbatches)
+    return _in_flight(config.schedule, config.pp, config.virtual_stages, microbatches, pp_rank)
 
 
-@lru_cache(maxsize=256)
-def _in_flight(schedule: str, pp: int, virtual: int, microbatches: int) -> InFlight:
+@lru_cache(maxsize=512)
+def _in_flight(schedule: str, pp: int, virtual: int, microbatches: int, pp_rank: int) -> InFlight:
     config = ParallelConfig(pp=pp, dp_shard=1, schedule=schedule, virtual_stages=virtual)
-    own, ranks = stages_of_rank(config, 0), [*stage_ranks(config), 0]
-    actions = [action for step in schedule_order(config, microbatches)[0] for action in step]
+    own, ranks = stages_of_rank(config, pp_rank), [*stage_ranks(config), pp_rank]
+    actions = [action for step in schedule_order(config, microbatches)[pp_rank] for action in step]
     most: dict[_Row, int] = {}
     for row, sent in _moments(actions, own, ranks):
         most[row] = max(most.get(row, 0), sent)
@@ -70,4 +70,6 @@ def _moments(actions: Sequence[Action], own: Sequence[int], ranks: Sequence[int]
             yield (tuple(kept), tuple(between), tuple(gone), (0,) * len(own)), sent
         between[i] += kind == "I"
         if len(own) > 1:  # such schedules keep what they sent to the end of a step
-            sent += (kind != "I" and ranks[stage + 1] != 0) + (kind != "W" and stage > 0 and ranks[stage - 1] != 0)
+            rank = ranks[stage]
+            sent += kind != "I" and ranks[stage + 1] != rank
+            sent += kind != "W" and stage > 0 and ranks[stage - 1] != rank
