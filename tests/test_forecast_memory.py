@@ -15,6 +15,7 @@ from meshpar.planner.orders import schedule_order
 from meshpar.planner.simulate import Action
 from meshpar.planner.skeleton import lay_out, no_network, open_skeleton
 from meshpar.planner.step_memory import Moment, Step
+from meshpar.planner.study import Study
 from tests import jobs_forecast as jobs
 from tests import models
 
@@ -206,3 +207,22 @@ def test_the_peak_of_a_step(pool):
             early = want.gradients if case[0]["pp"] == 1 else 0
             assert 0.95 * peak < want.total, (case[:2], want, peak)
             assert want.total - early < 1.05 * peak, (case[:2], want, peak)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", dict(num_hidden_layers=7)),
+        ("gemma3_text", dict(layer_types=["full_attention", "sliding_attention"] * 4, sliding_window=8)),
+        ("mixtral", dict(num_hidden_layers=6, num_local_experts=4, num_experts_per_tok=2)),
+    ],
+)
+@pytest.mark.parametrize("sizes", [dict(pp=2), dict(tp=2), dict(pp=2, tp=2, sequence_parallel=False)], ids=str)
+def test_a_study_that_lays_out_few_layers_measures_what_the_whole_layout_does(sizes, family, changes):
+    if "layer_types" in changes:
+        changes = {**changes, "num_hidden_layers": len(changes["layer_types"])}
+    config = config_of({**sizes, "activation_checkpoint": "selective"})
+    study = Study(open_skeleton(models.tiny_config(family, **changes)), SEQ)
+    with no_network(config.tp) as tp:
+        whole = measure(lay_out(study.model, config, tp), config, 2, SEQ)
+    assert study.activations(config, 2) == whole

@@ -48,6 +48,7 @@ def seconds_of(job: Job, config: ParallelConfig, batch) -> float:
     [
         ("llama", WIDE, 64, 8, {"tp": 2}),  # mostly parameters
         ("llama", {}, 2048, 8, {}),  # mostly activations
+        ("llama", WIDE, 512, 8, {"pp": 4}),  # several stages on each of several ranks
         ("llama", dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=42), 128, 4, {}),
         ("gemma3_text", SLIDING, 256, 8, {"tp": 1}),
     ],
@@ -55,15 +56,17 @@ def seconds_of(job: Job, config: ParallelConfig, batch) -> float:
 def test_what_is_quick_to_say_is_no_more_than_the_whole_forecast(family, changes, seq_len, rows, fixed):
     job = job_of(family, changes, seq_len, rows)
     finder, slack = _Search(job, FIXED | fixed, 1), 1 + 1e-9
+    bounds = finder.bounds
     found = 0
     for shape, setting in settings(finder):
         config, batch = setting
         total = heaviest(job.study.memory(config, batch)).total
-        assert finder._least_state(setting) <= total * slack, setting
-        assert finder._least_memory(setting) <= total * slack, setting
+        assert bounds.state(config) <= total * slack, setting
+        assert bounds.memory(config, batch) <= bounds.memory_in_order(config, batch) * slack, setting
+        assert bounds.memory_in_order(config, batch) <= total * slack, setting
         seconds = seconds_of(job, config, batch)
-        assert finder._least_seconds(shape) <= seconds * slack, setting
-        assert finder._least_filled(setting, finder._of_first_layers(shape)) <= seconds * slack, setting
+        assert bounds.seconds(*shape) <= seconds * slack, setting
+        assert bounds.seconds_of_schedule(config, batch, bounds.of_first_layers(*shape)) <= seconds * slack, setting
         found += 1
     assert found > 20
 

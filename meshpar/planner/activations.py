@@ -25,7 +25,7 @@ from ..layout import spread
 from ..loss import LazyLogits, cross_entropy_sum
 from ..split import Runner, Stage, StageRange
 from .ledger import FusedAttention, Ledger, Phase
-from .skeleton import Skeleton
+from .skeleton import Skeleton, standing_for
 
 _START, _EMBEDDING, _HEAD, _LOSS, _BACKWARD = "start", "embedding", "head", "loss", "backward"
 
@@ -108,19 +108,13 @@ def measure(
 
 
 def _keep_few(skeleton: Skeleton) -> list[int]:
-    """Leave of layers that are alike the first, the one behind it, and the last: what follows one may keep its output.
-
-    The others pass their hidden states on. Returns, for each layer, the one that stands for it.
-    """
-    anatomy, kinds = skeleton.plan.anatomy, skeleton.kinds
-    last = len(kinds) - 1
-    left = {*kinds, *(min(i + 1, last) for i in kinds), last}
-    standing_for = [i if i in left else kinds[i] for i in range(len(kinds))]
-    for i, first in enumerate(standing_for):
+    """Leave of layers that are alike a few; the others pass their hidden states on. Returns which stand for which."""
+    anatomy, found = skeleton.plan.anatomy, standing_for(skeleton.kinds)
+    for i, first in enumerate(found):
         if i != first:
             like = skeleton.model.get_submodule(anatomy.layer(first))
             skeleton.model.set_submodule(anatomy.layer(i), _Alike(like))
-    return standing_for
+    return found
 
 
 class _Alike(nn.Module):

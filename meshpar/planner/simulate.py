@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 # Forward; whole backward; the part of it that gives input gradients; the part that gives weight gradients.
@@ -59,6 +60,7 @@ def simulate(order: Sequence[Sequence[Step]], cost: Callable[[int, Kind], float]
     ``cost``: seconds of an action by stage and kind; ``latency``: seconds that hidden states or gradients take to
     another rank, during which both ranks compute. Raises ValueError where ranks wait for each other for ever.
     """
+    cost = cache(cost)
     last = max(action.stage for steps in order for step in steps for action in step)
     needs = [[[_need(action, last) for action in step] for step in steps] for steps in order]
     results: dict[Action, tuple[int, float]] = {}  # the rank that has it, and since when
@@ -96,7 +98,7 @@ def _need(action: Action, last: int) -> Action | None:
 
 def _result(action: Action) -> Action:
     """What an action is known by to those that wait for it: a whole backward gives input gradients too."""
-    return action._replace(kind="I") if action.kind == "B" else action
+    return Action("I", action.stage, action.microbatch) if action.kind == "B" else action
 
 
 def _most_in_flight(actions: list[Action]) -> int:

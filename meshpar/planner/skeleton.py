@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..anatomy import dissect
 from ..config import ParallelConfig, check_model, torch_dtype
 from ..flow import Flow
 from ..load import meta_copy, skeleton_from_config
@@ -166,3 +168,26 @@ def _kinds(model: PreTrainedModel, plan: Plan) -> list[int]:
         word = types[i] if isinstance(types, list) and i < len(types) else None
         found.append(first.setdefault((word, kind(model.get_submodule(plan.anatomy.layer(i)))), i))
     return found
+
+
+def standing_for(kinds: Sequence[int]) -> list[int]:
+    """For each layer the one that stands for it in a measurement: the first like it, or itself.
+
+    Of those alike the one behind the first and the last stand for themselves: what follows one may keep its output.
+    """
+    last = len(kinds) - 1
+    left = {*kinds, *(min(i + 1, last) for i in kinds), last}
+    return [i if i in left else kinds[i] for i in range(len(kinds))]
+
+
+def without_alike(model: PreTrainedModel, kinds: Sequence[int]) -> PreTrainedModel:
+    """A copy without the layers that another one stands for, to lay out for a measurement: in their place is nothing.
+
+    ``kinds``: as a `Skeleton` of the whole model has them.
+    """
+    model = meta_copy(model)
+    anatomy = dissect(model)
+    for i, first in enumerate(standing_for(kinds)):
+        if i != first:
+            model.set_submodule(anatomy.layer(i), nn.Module())
+    return model

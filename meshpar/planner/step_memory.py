@@ -10,7 +10,7 @@ the pipeline add is worked out from what they do:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -43,11 +43,9 @@ class Moment:
             self.transient + other.transient,
         )
 
-    def __sub__(self, other: Moment) -> Moment:
-        return self + Moment("", -other.activations, -other.loss, -other.transient)
-
 
 _NOTHING = Moment("", 0, 0, 0)
+_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True)
@@ -68,34 +66,60 @@ class Step:
             yield from self._of_loop()
             return
         whole: dict[int, int] = {}  # gradients of stages that have gone backward
+        most: dict[tuple[int, Kind], Moment] = {}  # held in actions of a kind since `whole` changed
         for (kind, index, _), held in self.held(actions):
-            always = held + Moment("", 0, 0, self._buffers + self._weights)
-            gradients = sum(whole.values())
             if kind in "FI" or index in whole:
-                yield self._heaviest[index][kind] + always + self._whole(min(gradients, self._gradients))
+                if (index, kind) not in most or held.total > most[index, kind].total:
+                    most[index, kind] = held
                 continue
-            stage = self.skeleton.ranges[index]
+            yield from self._at_most(most, whole)
+            stage, gradients = self.skeleton.ranges[index], sum(whole.values())
             for moment, behind in self._backward(stage, kind):
-                yield moment + always + self._whole(min(gradients + behind, self._gradients))
+                yield moment + held + self._always(gradients + behind)
             whole[index] = self._sizes_of(stage) * self._reduce
+            most = {}
+        yield from self._at_most(most, whole)
+
+    def _at_most(self, most: Mapping[tuple[int, Kind], Moment], whole: Mapping[int, int]) -> Iterator[Moment]:
+        """Of actions of each stage and kind the heaviest, by what is held of other microbatches then."""
+        always = self._always(sum(whole.values()))
+        return (self._heaviest[index][kind] + held + always for (index, kind), held in most.items())
+
+    def _always(self, gradients: int) -> Moment:
+        """What a pipeline's rank holds throughout, and whole gradients."""
+        return Moment("", 0, 0, self._buffers + self._weights) + self._whole(min(gradients, self._gradients))
 
     def held(self, actions: Sequence[Action]) -> Iterator[tuple[Action, Moment]]:
         """What is kept of other microbatches during each action: of those between their forward and backward.
 
         Schedules of several stages a rank also keep what they sent, hidden states and gradients, to the step's end.
         """
-        held, ranks = Moment("", 0, 0, 0), [*self.skeleton.stage_ranks, self.pp_rank]
+        activations = loss = transient = 0
+        before = {(r.index, kind): self._freed(r.index, kind) for r in self._own for kind in _KINDS}
+        after = {(r.index, kind): self._made(r.index, kind) for r in self._own for kind in _KINDS}
         for action in actions:
-            stage, kind = action.stage, action.kind
-            kept, between = self._kept[stage]
-            held -= {"F": _NOTHING, "B": kept, "I": kept, "W": between}[kind]
-            yield action, held
-            held += {"F": kept, "B": _NOTHING, "I": between, "W": _NOTHING}[kind]
-            sends = self.config.virtual_stages > 1 and kind != "F"
-            if sends and kind != "I" and ranks[stage + 1] != self.pp_rank:
-                held += Moment("", self.activations.hidden, 0, 0)
-            if sends and kind != "W" and stage > 0 and ranks[stage - 1] != self.pp_rank:
-                held += Moment("", 0, 0, self.activations.hidden)
+            freed, made = before[action.stage, action.kind], after[action.stage, action.kind]
+            activations, loss = activations - freed.activations, loss - freed.loss
+            yield action, Moment("", activations, loss, transient)
+            activations, loss = activations + made.activations, loss + made.loss
+            transient += made.transient
+
+    def _freed(self, stage: int, kind: Kind) -> Moment:
+        """What an action needs of what was held: from its start on it is the action's own."""
+        kept, between = self._kept[stage]
+        return {"F": _NOTHING, "B": kept, "I": kept, "W": between}[kind]
+
+    def _made(self, stage: int, kind: Kind) -> Moment:
+        """What is held from the end of an action on."""
+        kept, between = self._kept[stage]
+        made = {"F": kept, "B": _NOTHING, "I": between, "W": _NOTHING}[kind]
+        ranks = [*self.skeleton.stage_ranks, self.pp_rank]
+        sends = self.config.virtual_stages > 1 and kind != "F"
+        if sends and kind != "I" and ranks[stage + 1] != self.pp_rank:
+            made += Moment("", self.activations.hidden, 0, 0)
+        if sends and kind != "W" and stage > 0 and ranks[stage - 1] != self.pp_rank:
+            made += Moment("", 0, 0, self.activations.hidden)
+        return made
 
     # One stage, one microbatch
 

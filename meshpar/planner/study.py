@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from ..tp_plan import needs_flow
 from .activations import Activations, measure
 from .communication import Microbatches, Share, Traffic, clip_traffic, step_traffic
 from .memory import MemoryOfRank, memory_of_ranks
-from .skeleton import Skeleton, lay_out, no_network, staged
+from .skeleton import Skeleton, lay_out, no_network, staged, standing_for, without_alike
 from .work import ModelWork, model_work
 
 Found = TypeVar("Found")
@@ -92,17 +93,30 @@ class Study:
         return self._once(("layout", *_layout_key(config)), lay_out_one)
 
     def _on(self, mesh: Any, config: ParallelConfig) -> Skeleton:
-        def once(find: Callable[[], Any]) -> Any:
-            return self._once(("examined", *_layout_key(config)), find)
-
-        skeleton = lay_out(self.model, config, mesh, once, self._flow)
+        skeleton = lay_out(self.model, config, mesh, partial(self._examined, config), self._flow)
         if needs_flow(config):
             self._flow = skeleton.plan.flow
         return skeleton
 
+    def _examined(self, config: ParallelConfig, find: Callable[[], Any]) -> Any:
+        return self._once(("examined", *_layout_key(config)), find)
+
     def _measure(self, config: ParallelConfig, rows: int) -> Activations:
+        kinds = self._base(config).kinds
         with no_network(config.tp) as mesh:
-            return measure(self._on(mesh, config), config, rows, self.seq_len, packed=self.packed, device=self.kernels)
+            few = replace(self._of_few_layers(mesh, config, kinds), kinds=kinds)
+            return measure(few, config, rows, self.seq_len, packed=self.packed, device=self.kernels)
+
+    def _of_few_layers(self, mesh: Any, config: ParallelConfig, kinds: list[int]) -> Skeleton:
+        """The layout of what is left of a model without layers that others stand for."""
+        model, left = self._once("few", lambda: without_alike(self.model, kinds)), {*standing_for(kinds), None}
+
+        def once(find: Callable[[], Any]) -> Any:
+            flow, opened, blocks = self._examined(config, find)
+            index = dissect(model).layer_index
+            return flow, opened, {name: block for name, block in blocks.items() if index(name) in left}
+
+        return lay_out(model, config, mesh, once, self._flow)
 
     def _work(self, config: ParallelConfig) -> ModelWork:
         shapes = {name: spec.local_shape for name, spec in self._base(config).specs.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from ..config import ParallelConfig
 from ..split import stage_ranks
@@ -68,7 +69,7 @@ def forecast(
         "schedule": passes * timeline.makespan,
         "fsdp": max(_fsdp_outside(work, batch, stage_layers, stages, place)),
         "optimizer": max(_optimizer_seconds(work, stage_layers, place)),
-        "once": _once_a_step(work, place),
+        "once": once_a_step(work, place),
     }
     seconds = sum(parts.values())
     speed = config.dp * batch.count * batch.rows * batch.seq_len / seconds
@@ -87,19 +88,22 @@ def _fsdp_outside(
     """Of each pp rank, seconds of FSDP's collectives that no microbatch hides."""
     config = place.config
     outside = [0.0] * config.pp
+    of_group = cache(partial(gather_and_reduce, hidden=work.hidden, place=place))  # most layers are alike
+    of_stage = cache(partial(between_replicas, hidden=work.hidden, place=place))
     for index, (rank, parameters) in enumerate(_parameters(work, stage_layers, config)):
-        gathers, reductions = zip(*(gather_and_reduce(p, work.hidden, place) for p in parameters), strict=True)
+        gathers, reductions = zip(*(of_group(p) for p in parameters), strict=True)
         if config.reshards:
             outside[rank] += gathers[0] + gathers[-1]
         else:
             beside = stages[index].forward if place.device.asynchronous else 0.0
             outside[rank] += max(0.0, sum(gathers) - beside)
         outside[rank] += sum(reductions) if config.pp > 1 else reductions[0] + reductions[-1]
-        outside[rank] += _between_replicas(parameters, work.hidden, place)
+        outside[rank] += of_stage(tuple(parameters))
     return outside
 
 
-def _between_replicas(parameters: Sequence[Sequence[Parameter]], hidden: int, place: Place) -> float:
+def between_replicas(parameters: Sequence[Sequence[Parameter]], hidden: int, place: Place) -> float:
+    """Seconds of the sum of some groups' gradients over replicas."""
     share = Share(hidden, parameters)
     sent = sent_bytes(share, place.config, Microbatches(1, 1), "dp_replicate")
     return place.seconds("all_reduce", sent["all_reduce"], "dp_replicate", len(parameters)) if sent else 0.0
@@ -107,12 +111,12 @@ def _between_replicas(parameters: Sequence[Sequence[Parameter]], hidden: int, pl
 
 def _parameters(
     work: ModelWork, stage_layers: Sequence[int], config: ParallelConfig
-) -> list[tuple[int, list[Sequence[Parameter]]]]:
+) -> list[tuple[int, list[tuple[Parameter, ...]]]]:
     """Of each stage, its pp rank and the parameters of its layers, then of what else it holds."""
     ranks = stage_ranks(config) if config.pp > 1 else [0]
     stages, first = [], 0
     for index, count in enumerate(stage_layers):
-        held: list[Sequence[Parameter]] = [layer.stored for layer in work.layers[first : first + count]]
+        held: list[tuple[Parameter, ...]] = [layer.stored for layer in work.layers[first : first + count]]
         first += count
         held += [work.rest] if index == 0 else []
         held += (
@@ -134,7 +138,7 @@ def _optimizer_seconds(work: ModelWork, stage_layers: Sequence[int], place: Plac
     return [count * each for count in elements]
 
 
-def _once_a_step(work: ModelWork, place: Place) -> float:
+def once_a_step(work: ModelWork, place: Place) -> float:
     """Numbers that are summed: token counts and the loss over dp and pp, the norm over every dimension."""
     norm = ("dp_replicate", "dp_shard") if place.config.dp_replicate > 1 else ("dp",)
     sums = ("dp", "dp", "pp", *norm, "tp", "pp")
