@@ -229,28 +229,16 @@ def train(raw: dict) -> list[str]:
     return messages
 
 
-def train_with_code(raw: dict, modules: str, ran: str) -> list[str]:
-    """As `train`; Python code of the model's directory is copied to ``modules``, if it is run, and leaves ``ran``."""
-    with _own_code(modules, ran):
-        return train(raw)
-
-
 def verify_with_code(raw: dict, modules: str, ran: str) -> str:
-    """What the verification of a recipe prints; the model's directory has Python code, as in `train_with_code`."""
+    """What verifying a recipe prints; code of the model's directory goes to ``modules`` and leaves ``ran``."""
     printed = io.StringIO()
-    with _own_code(modules, ran), redirect_stdout(printed):
-        run_recipe(parse_recipe(raw))
-    return printed.getvalue()
-
-
-@contextmanager
-def _own_code(modules: str, ran: str) -> Iterator[None]:
     with (
         mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules),
         mock.patch.dict("os.environ", RAN=ran),
-        mock.patch("builtins.input", side_effect=AssertionError("nobody is there to answer")),
+        redirect_stdout(printed),
     ):
-        yield
+        run_recipe(parse_recipe(raw))
+    return printed.getvalue()
 
 
 def rows_seen(directory: str, first: int, count: int, config: dict) -> list[int]:
