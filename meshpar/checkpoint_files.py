@@ -128,8 +128,8 @@ def _discard(old: Path, directory: Path) -> None:
     """Remove what ``directory`` has replaced; later, where it is read now."""
     names = (directory.with_name(f"{directory.name}.old-{i}{UNFINISHED}") for i in count())
     aside = next(name for name in names if not name.exists())
-    os.replace(old, aside)
-    with suppress(OSError):
+    with suppress(OSError):  # the new one is in its place, whatever becomes of the old one
+        os.replace(old, aside)
         remove(aside)
 
 

@@ -116,7 +116,7 @@ def subject_of(error: BaseException) -> str:
 
 
 def raised_by(error: Exception, subject: str) -> Exception:
-    """``error`` that another process has sent, with its `subject_of` it: that one is to be named."""
+    """``error`` as another process has sent it with ``subject``, its own `subject_of` it, which is to be named."""
     error.failed_on = subject  # type: ignore[attr-defined]
     return error
 

@@ -188,27 +188,27 @@ def test_a_save_takes_an_older_ones_place_at_once(replacing, monkeypatch):
 
 
 @pytest.mark.usefixtures("without_exchange")
-def test_a_save_killed_between_its_renames_is_finished_by_the_next_start(replacing, monkeypatch):
+@pytest.mark.parametrize("lasts", [True, False])
+def test_a_save_killed_between_its_renames_is_finished_by_the_next_start(replacing, monkeypatch, lasts):
+    """Or undone, where the new one is damaged by then."""
     directory, replace = replacing
     fails_once(monkeypatch, at=2, error=Killed())
     with pytest.raises(Killed):
         replace()
     assert not directory.exists()
+    if not lasts:
+        truncate(directory.with_name("step-6.tmp") / "__1_0.distcp")
     finish_replacing(directory)
+    assert_whole(directory)
+    assert is_new(directory) == lasts
+
+
+def test_a_save_is_done_when_what_it_replaced_cannot_be_moved(replacing, monkeypatch):
+    directory, replace = replacing
+    fails_once(monkeypatch, at=1, error=OSError("no"))
+    replace()
     assert_whole(directory)
     assert is_new(directory)
-
-
-@pytest.mark.usefixtures("without_exchange")
-def test_an_older_save_comes_back_where_the_new_one_did_not_last(replacing, monkeypatch):
-    directory, replace = replacing
-    fails_once(monkeypatch, at=2, error=Killed())
-    with pytest.raises(Killed):
-        replace()
-    truncate(directory.with_name("step-6.tmp") / "__1_0.distcp")
-    finish_replacing(directory)
-    assert_whole(directory)
-    assert not is_new(directory)
 
 
 @pytest.mark.usefixtures("without_exchange")

@@ -109,7 +109,8 @@ class Study:
 
     def _of_few_layers(self, mesh: Any, config: ParallelConfig, kinds: list[int]) -> Skeleton:
         """The layout of what is left of a model without layers that others stand for."""
-        model, left = self._once("few", lambda: without_alike(self.model, kinds)), {*standing_for(kinds), None}
+        model = self._once(("few", *kinds), lambda: without_alike(self.model, kinds))
+        left = {*standing_for(kinds), None}
 
         def once(find: Callable[[], Any]) -> Any:
             flow, opened, blocks = self._examined(config, find)
