@@ -19,12 +19,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
 from .blocks import hidden_argument
+from .no_data import NoData, tensors_in
 
 _ROWS, _SEQ_LEN = 2, 16
 # Labels of what lies before the first layer: the embedding, and all else with parameters; and of what is drawn at
@@ -34,7 +33,6 @@ _AFTER, _BETWEEN, _BEFORE = "after its last decoder layer", "between decoder lay
 _aten = torch.ops.aten
 _SHAPE_ONLY = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided"
 _READS_SHAPE_ONLY = {getattr(_aten, name) for name in _SHAPE_ONLY.split(" ")}
-_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
 
 @dataclass(frozen=True)
@@ -120,55 +118,6 @@ def _ids() -> Tensor:
     return torch.zeros((_ROWS, _SEQ_LEN), dtype=torch.int64, device="meta")
 
 
-class NoData(TorchDispatchMode):
-    """Runs operations on meta tensors; where one asks for values, nothing is found and every number is zero."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        on_meta = {t.is_meta for t in _tensors((args, kwargs))}
-        if True not in on_meta:
-            return func(*args, **kwargs)
-        if False in on_meta:
-            args, kwargs = tree_map(_to_meta, (args, kwargs))
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("meta")}
-        if func is _aten._local_scalar_dense.default:
-            return torch.zeros((), dtype=args[0].dtype).item()
-        if func is _aten.nonzero.default:
-            return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
-        if func is _aten.equal.default:
-            return False
-        if func is _aten._grouped_mm.default:  # torch's own shape rule takes bfloat16 only
-            return _grouped_product(*args, **kwargs)
-        if func in _INDEXING:
-            args = (args[0], _nothing_found(args[1]), *args[2:])
-        return func(*args, **kwargs)
-
-
-def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: object) -> Tensor:
-    """A product for each group: of rows with its matrix, or of its columns with its rows."""
-    if a.ndim == b.ndim == 2:
-        return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
-    return a.new_empty((*a.shape[:-1], b.shape[-1]))
-
-
-def _nothing_found(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Indices of an indexing operation with boolean masks replaced by what `nonzero` would find in them: nothing."""
-    found: list[Tensor | None] = []
-    for index in indices:
-        mask = index is not None and index.dtype == torch.bool
-        found += [index.new_empty(0, dtype=torch.int64)] * index.ndim if mask else [index]
-    return found
-
-
-def _to_meta(value):
-    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) and not value.is_meta else value
-
-
-def _tensors(tree) -> Iterator[Tensor]:
-    return (t for t in tree_leaves(tree) if isinstance(t, Tensor))
-
-
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -203,7 +152,7 @@ class _Recorder(NoData):
     # Operations
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         if func._schema.is_mutable:
             self._check_in_place(func, args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -213,7 +162,7 @@ class _Recorder(NoData):
             labels |= {_RANDOM}
         if isinstance(self._phase, int):
             self._consume(labels, self._phase, self.anatomy.layer(self._phase))
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self._add(tensor, labels)
         return out
 
@@ -222,7 +171,7 @@ class _Recorder(NoData):
         index = len(self.returns)
         slots = zip(args, func._schema.arguments, strict=False)
         places = [a for a, slot in slots if slot.alias_info is not None and slot.alias_info.is_write]
-        written = {_storage(t) for t in _tensors(places)}
+        written = {_storage(t) for t in tensors_in(places)}
         if self._output is not None and _storage(self._output) in written and index < self.anatomy.num_layers:
             self._forbid([index], f"changes what {self.anatomy.layer(index - 1)} returned in place")
         self._changed = self._changed or not written.isdisjoint(map(_storage, self._embedded))
@@ -331,7 +280,7 @@ class _Recorder(NoData):
         self.shapes.append(first.shape)
         if first.shape != self.shapes[0]:
             self._forbid(self._all(), f"has hidden states of {list(self.shapes[0])} and of {list(first.shape)}")
-        for tensor in _tensors(others):
+        for tensor in tensors_in(others):
             self._add(tensor, frozenset())
             self._spare[_storage(tensor)] = index
         if self._spare.pop(_storage(first), None) == index:
@@ -350,7 +299,7 @@ class _Recorder(NoData):
     def _leave_part(self, name: str, module: nn.Module, args: tuple, out) -> None:
         self._running.remove(name)
         if self._phase == _BEFORE:  # later stages run without it, whatever it gives
-            for tensor in _tensors(out):
+            for tensor in tensors_in(out):
                 self._add(tensor, frozenset({_START}))
         if name == self.anatomy.embedding and isinstance(out, Tensor):
             self._embedded.append(out)

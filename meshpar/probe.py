@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedModel
 
-from .flow import NoData
 from .load import meta_copy
+from .no_data import NoData
 from .styles import TensorParallel, map_hidden
 from .tp_plan import Plan
 

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 from .config import ParallelConfig, check_layers
 from .flops import matrix_costs
-from .flow import Flow, NoData
+from .flow import Flow
 from .load import meta_copy
 from .loss import lazy_head
+from .no_data import NoData
 from .styles import TensorParallel, map_hidden
 
 

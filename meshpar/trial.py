@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from .blocks import Block, hidden_argument
-from .flow import NoData
 from .layout import Layout
+from .no_data import NoData
 from .rules import features
 
 _SHAPES = ((3, 10), (5, 14))  # batch and sequence of the recorded forwards: where they differ, it is not by heads

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..flow import NoData
+from ..no_data import NoData
 
 _SMALL = 2**20  # elements of whole numbers or flags that are computed: positions and masks, which decide what code runs
 _aten = torch.ops.aten
