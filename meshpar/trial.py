@@ -9,11 +9,9 @@ not used.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,31 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from .blocks import Block, hidden_argument
+from .calls import SHAPES, Call, Calls, draw_call, runnable_copy
 from .layout import Layout
-from .no_data import NoData
 from .rules import features
 
-_SHAPES = ((3, 10), (5, 14))  # batch and sequence of the recorded forwards: where they differ, it is not by heads
 _CLOSE = dict(rtol=1e-4, atol=1e-5)
 _MOST_DRAWN = 2**24  # elements of parameters
 _LARGE = 2**20  # elements of a child that is not called, which are not drawn
-
-
-@dataclass
-class Call:
-    """How the model's code called a module, with tensors on the meta device, and what its children returned."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    returned: dict[str, Any]
-
-    def given(self) -> dict[int | str, Any]:
-        """Arguments by position or name."""
-        return {**dict(enumerate(self.args)), **self.kwargs}
-
-
-class _AllSeen(Exception):
-    """Ends a recorded forward early."""
 
 
 class _CannotTry(Exception):
@@ -80,7 +60,7 @@ def try_out(
     ``model``: parameters on any device; they are not read. A module that no trial can be made of is what is
     ``trusted`` of it; one that none of its candidates passes for is left out.
     """
-    calls, chosen = _Calls(model, [n for n, options in candidates.items() if options]), {}
+    calls, chosen = Calls(model, [n for n, options in candidates.items() if options]), {}
     for name, options in candidates.items():
         try:
             found = next((c for c in options if _passes(model.get_submodule(name), name, calls, c, size)), None)
@@ -91,7 +71,7 @@ def try_out(
     return chosen
 
 
-def _passes(module: nn.Module, name: str, calls: _Calls, candidate: Block, size: int) -> bool:
+def _passes(module: nn.Module, name: str, calls: Calls, candidate: Block, size: int) -> bool:
     for by_head in _by_head(name, calls, candidate):
         candidate.by_head = by_head
         try:
@@ -107,57 +87,7 @@ class _Differs(Exception):
     """The model's code does not run on a part, or makes something else of it."""
 
 
-class _Calls:
-    """The first call of each of ``names`` in forwards of `_SHAPES`, as far as they run without data."""
-
-    def __init__(self, model: PreTrainedModel, names: list[str]) -> None:
-        self.model, self.names = model, names
-        self.first = _record_once(model, names, _SHAPES[0])
-
-    @cached_property
-    def second(self) -> dict[str, Call]:
-        """Of the second shape: only where the first one leaves a question."""
-        return _record_once(self.model, self.names, _SHAPES[1])
-
-
-def _record_once(model: PreTrainedModel, names: list[str], shape: tuple[int, int]) -> dict[str, Call]:
-    if not names:
-        return {}
-    twin, begun, found = _on_meta(model), {}, {}
-
-    def enter(name: str, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        begun.setdefault(name, Call(args, kwargs, {}))
-
-    def leave_child(name: str, child: str, _: nn.Module, args: tuple, out: Any) -> None:
-        if name in begun and name not in found:
-            begun[name].returned[child] = out
-
-    def leave(name: str, *_: object) -> None:
-        found.setdefault(name, begun[name])
-        if len(found) == len(names):
-            raise _AllSeen
-
-    for name in names:
-        module = twin.get_submodule(name)
-        for child_name, child in module.named_children():
-            child.register_forward_hook(partial(leave_child, name, child_name))
-        module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-        module.register_forward_hook(partial(leave, name))
-    ids = torch.zeros(shape, dtype=torch.int64, device="meta")
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=()), NoData():
-            twin(input_ids=ids, use_cache=False)
-    except Exception:  # all are seen, or the code needs values
-        pass
-    return found
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in module.parameters()}
-    return copy.deepcopy(module, memo=dict(memo)).eval()
-
-
-def _by_head(name: str, calls: _Calls, block: Block) -> Iterator[dict[int | str, int]]:
+def _by_head(name: str, calls: Calls, block: Block) -> Iterator[dict[int | str, int]]:
     """Arguments that may hold something of each query head (ALiBi's biases): argument -> the dimension.
 
     None of them first, then all that are as long as there are heads, then each alone: other sizes may be equal to that
@@ -180,7 +110,7 @@ def _dims_by_head(call: Call, heads: int, shape: int) -> dict[int | str, int]:
     """The one dimension of each argument that is as long as there are heads, alone or in each row of the batch."""
     found = {}
     for key, value in call.given().items():
-        lengths = (heads, heads * _SHAPES[shape][0])
+        lengths = (heads, heads * SHAPES[shape][0])
         by_head = [d for d, n in enumerate(value.shape) if n in lengths] if isinstance(value, Tensor) else []
         if len(by_head) == 1:
             found[key] = by_head[0]
@@ -213,14 +143,14 @@ def position_wise(model: PreTrainedModel, names: Sequence[str]) -> set[str]:
     Their children with matrices return the same in both runs, of the whole sequence or a half of it. What cannot be
     tried counts.
     """
-    calls = _record_once(model, list(names), _SHAPES[0])
+    calls = Calls(model, list(names)).first
     return {name for name in names if name not in calls or _is_position_wise(model.get_submodule(name), calls[name])}
 
 
 def _is_position_wise(module: nn.Module, call: Call) -> bool:
     generator = torch.Generator().manual_seed(0)
-    drawn = _draw_call(call, generator)
-    (rows, length), children = _SHAPES[0], dict(module.named_children())
+    drawn = draw_call(call, generator)
+    (rows, length), children = SHAPES[0], dict(module.named_children())
     replayed = [n for n in call.returned if any(p.ndim > 1 for p in children[n].parameters())]
     skipped = tuple(f"{n}." for n in replayed)
     params = {
@@ -252,7 +182,7 @@ def _is_position_wise(module: nn.Module, call: Call) -> bool:
             see((args, kwargs))
             return tree_map(cut, drawn.returned[name])
 
-        twin = _prepared(module, True)
+        twin = runnable_copy(module, True)
         for name, value in params.items():
             owner, _, leaf = name.rpartition(".")
             twin.get_submodule(owner).register_parameter(leaf, nn.Parameter(value))
@@ -281,7 +211,7 @@ class _Run:
     def __init__(self, module: nn.Module, call: Call, block: Block, size: int, training: bool) -> None:
         self.module, self.block, self.size, self.training = module, block, size, training
         generator = torch.Generator().manual_seed(0)
-        self.call = _draw_call(call, generator)
+        self.call = draw_call(call, generator)
         self.hidden = hidden_argument(call.args, call.kwargs)
         skipped = tuple(f"{n}." for n, style in block.styles.items() if style in ("colwise", "rowwise"))
         # A child with matrices that the rule says nothing of gives what it gave, in shape: attention, beside a pair.
@@ -318,7 +248,7 @@ class _Run:
 
     def __call__(self, rank: int | None) -> Tensor:
         """What reaches the output projection of the whole module, or of ``rank``'s part."""
-        twin, caught = _prepared(self.module, self.training), []
+        twin, caught = runnable_copy(self.module, self.training), []
         for name, value in (self.drawn | self.buffers).items():
             owner, _, leaf = name.rpartition(".")
             own = self._own(name, value, rank)
@@ -455,44 +385,3 @@ def _learned_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for leaf, buffer in part.named_buffers(recurse=False):
             if leaf not in part._non_persistent_buffers_set and buffer.is_floating_point():
                 yield f"{name}.{leaf}".lstrip("."), buffer
-
-
-def _prepared(module: nn.Module, training: bool) -> nn.Module:
-    """A copy without weights that drops nothing, and whose attention runs on any device."""
-    twin = _on_meta(module).train(training)
-    for part in twin.modules():
-        config = vars(part).get("config")
-        for holder in (part, config) if config is not None else (part,):
-            for name, value in list(vars(holder).items()):
-                if isinstance(value, float) and ("drop" in name or "jitter" in name or name == "p"):
-                    setattr(holder, name, 0.0)
-        if getattr(config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
-            config._attn_implementation = "sdpa"
-    return twin
-
-
-def _draw_call(call: Call, generator: torch.Generator) -> Call:
-    """Random values for a recorded call; what was one tensor has equal values, each of its own."""
-    same: dict[int, Tensor] = {}
-
-    def draw(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in same:
-            same[id(value)] = _random(generator, value)
-        own = same[id(value)].clone()
-        return own.requires_grad_() if own.is_floating_point() else own
-
-    return Call(*(tree_map(draw, part) for part in (call.args, call.kwargs, call.returned)))
-
-
-def _random(generator: torch.Generator, like: Tensor) -> Tensor:
-    if like.is_complex():
-        return torch.polar(torch.ones(like.shape), torch.randn(like.shape, generator=generator))
-    if like.is_floating_point():
-        return torch.randn(like.shape, generator=generator)
-    if like.dtype == torch.bool:  # a mask that looks back: no row is without a key
-        mask = torch.ones(like.shape, dtype=torch.bool)
-        return mask.tril() if like.ndim > 1 else mask
-    places = torch.arange(like.numel(), dtype=like.dtype).reshape(like.shape)
-    return places % min(like.shape) if like.ndim else places
