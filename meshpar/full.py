@@ -14,7 +14,8 @@ from .anatomy import Anatomy, dissect
 from .flow import Flow
 from .grads import local
 from .mesh import Mesh
-from .split import StageRange, shared_names, stage_of
+from .split import shared_names
+from .stages import StageRange, stage_of
 from .styles import ParamSpec
 
 

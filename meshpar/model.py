@@ -34,7 +34,8 @@ from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device,
 from .pipeline import Pipeline
 from .probe import check_shapes
 from .schedules import choose_microbatches
-from .split import Runner, split_model, stage_ranges, stage_ranks, stages_of_rank
+from .split import Runner, split_model
+from .stages import stage_ranges, stage_ranks, stages_of_rank
 from .styles import TensorParallel, apply_styles
 from .tp_plan import Plan, Style, make_plan
 from .weights_convert import original_layout, pin_layout

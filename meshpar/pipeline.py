@@ -21,7 +21,8 @@ from .flow import Flow
 from .fsdp import Sharded, reshards
 from .mesh import Mesh
 from .progress import mark
-from .split import Runner, Stage, stage_ranks
+from .split import Runner, Stage
+from .stages import stage_ranks
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 _KEPT_SCHEDULES = 4  # a schedule holds receive buffers for one shape of batch

@@ -40,6 +40,7 @@ from .blocks import Block
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow, follow, refuse_layerdrop
 from .rules import guesses, halves, pair, recognise
+from .stages import stage_ranges, stage_ranks
 from .trial import kind, position_wise, try_out
 
 Style = str | ParallelStyle
@@ -449,7 +450,6 @@ def show(model: str, config: ParallelConfig | None = None, trust_remote_code: bo
     from .load import skeleton_from_config
     from .pretrained import read_config
     from .share import divided_share
-    from .split import stage_ranges, stage_ranks
 
     config = config or ParallelConfig(tp=2)
     hf_config = read_config(model, trust_remote_code)

@@ -16,7 +16,7 @@ from meshpar.anatomy import dissect
 from meshpar.cli import main
 from meshpar.families import as_markdown, read_families
 from meshpar.load import meta_copy
-from meshpar.split import stage_ranges
+from meshpar.stages import stage_ranges
 from meshpar.tp_plan import make_plan
 from tests import jobs_families, sweep
 from tests.tiny_families import causal_types, tiny_model

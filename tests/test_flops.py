@@ -10,7 +10,7 @@ from meshpar.config import ParallelConfig
 from meshpar.flops import flops_per_token, matrix_costs
 from meshpar.load import skeleton_from_config
 from meshpar.planner.work import model_work
-from meshpar.split import balance, layer_costs
+from meshpar.stages import balance, layer_costs
 from tests.test_families import TABLE
 from tests.tiny_families import causal_types, tiny_model
 

@@ -10,7 +10,8 @@ from meshpar.anatomy import dissect
 from meshpar.config import ParallelConfig
 from meshpar.flow import Flow, follow
 from meshpar.load import skeleton_from_config
-from meshpar.split import Carried, Injection, Stage, StageRange, stage_ranges
+from meshpar.split import Carried, Injection, Stage
+from meshpar.stages import StageRange, stage_ranges
 from meshpar.tp_plan import make_plan
 from tests import jobs, models
 

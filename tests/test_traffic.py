@@ -14,7 +14,7 @@ from meshpar.planner.communication import (
     ring_bytes,
     step_traffic,
 )
-from meshpar.split import stage_ranks
+from meshpar.stages import stage_ranks
 from tests import jobs_traffic as jobs
 from tests import models
 from tests.pool import JobFailed

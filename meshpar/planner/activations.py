@@ -23,7 +23,8 @@ from ..checkpointing import apply_checkpointing
 from ..config import ParallelConfig, torch_dtype
 from ..layout import spread
 from ..loss import LazyLogits, cross_entropy_sum
-from ..split import Runner, Stage, StageRange
+from ..split import Runner, Stage
+from ..stages import StageRange
 from .ledger import FusedAttention, Ledger, Phase
 from .skeleton import Skeleton, standing_for
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..config import ParallelConfig
 from ..schedules import splits_backward
-from ..split import stages_of_rank
+from ..stages import stages_of_rank
 from . import timing
 from .communication import Microbatches, Parameter
 from .costs import WIDTH, Place, gather_and_reduce, stage_costs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
-from ..split import stage_ranks, stages_of_rank
+from ..stages import stage_ranks, stages_of_rank
 from .orders import schedule_order
 from .simulate import Action
 

@@ -20,7 +20,8 @@ from ..config import ParallelConfig, check_model, torch_dtype
 from ..flow import Flow
 from ..load import meta_copy, skeleton_from_config
 from ..pretrained import read_config
-from ..split import StageRange, shared_names, stage_of, stage_ranges, stage_ranks
+from ..split import shared_names
+from ..stages import StageRange, stage_of, stage_ranges, stage_ranks
 from ..styles import ParamSpec, TensorParallel, apply_styles
 from ..tp_plan import Plan, make_plan
 from ..trial import kind

@@ -16,7 +16,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from ..config import ParallelConfig, torch_dtype
-from ..split import StageRange
+from ..stages import StageRange
 from .activations import Activations, Kept
 from .simulate import Action, Kind
 from .skeleton import Skeleton, Weight

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..anatomy import dissect
 from ..config import ParallelConfig, num_layers
 from ..flow import Flow
-from ..split import StageRange, stage_ranges
+from ..stages import StageRange, stage_ranges
 from ..tp_plan import needs_flow
 from .activations import Activations, measure
 from .communication import Microbatches, Share, Traffic, clip_traffic, step_traffic

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from ..config import ParallelConfig
-from ..split import stage_ranks
+from ..stages import stage_ranks
 from .communication import Microbatches, Parameter, Share
 from .costs import WIDTH, Cost, Place, gather_and_reduce, sent_bytes, stage_costs
 from .devices import Device
