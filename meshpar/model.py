@@ -31,13 +31,14 @@ from .layout import spread
 from .load import Reader, load_buffers, meta_copy, open_model
 from .loss import count_targets, cross_entropy_sum
 from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device, init_distributed, on_first_rank
+from .overrides import Style
 from .pipeline import Pipeline
 from .probe import check_shapes
 from .schedules import choose_microbatches
 from .split import Runner, split_model
 from .stages import stage_ranges, stage_ranks, stages_of_rank
 from .styles import TensorParallel, apply_styles
-from .tp_plan import Plan, Style, make_plan
+from .tp_plan import Plan, make_plan
 from .weights_convert import original_layout, pin_layout
 from .weights_out import own_code, write_pretrained
 

@@ -20,9 +20,9 @@ from .grads import local
 from .loss import IGNORE, shift_labels
 from .mesh import init_distributed
 from .model import ParallelModel, parallelize_model
+from .overrides import Style
 from .pretrained import read_config, using
 from .recipe import Recipe
-from .tp_plan import Style
 from .trace import comparable, first_difference, gather_outputs, record_outputs, run_order
 
 LOSS_BAR = 1e-6

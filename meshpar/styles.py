@@ -27,7 +27,8 @@ from .blocks import Block, hidden_argument
 from .config import ParallelConfig, torch_dtype
 from .dropout import apply_dropout
 from .layout import Layout, even, replicated
-from .tp_plan import Plan, Style
+from .overrides import Style
+from .tp_plan import Plan
 
 
 @dataclass

@@ -24,7 +24,6 @@ or, under sequence parallelism, a norm or scale on a shard of the sequence.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
@@ -32,39 +31,16 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, dissect
 from .blocks import Block
 from .config import ParallelConfig, torch_dtype
 from .flow import Flow, follow, refuse_layerdrop
+from .overrides import Style, apply_overrides, style_name
 from .rules import guesses, halves, pair, recognise
 from .stages import stage_ranges, stage_ranks
 from .trial import kind, position_wise, try_out
-
-Style = str | ParallelStyle
-STYLES = (
-    "embedding_rowwise",
-    "block",
-    "block_sum",
-    "whole",
-    "colwise",
-    "rowwise",
-    "pair_in",
-    "pair_out",
-    "experts",
-    "identity_expert",
-    "norm_of_sum",
-    "colwise_norm",
-    "by_head",
-    "replicate",
-    "sequence_parallel",
-    "vocab_head",
-)
-_SPLIT = ("colwise", "rowwise", "experts")
-_MAY_BE_WHOLE = ("experts", "colwise_norm", "by_head", "pair_in", "pair_out")
-_EXPERT_PARALLEL = ("grouped_gemm", "ep_router", "ep_dispatch_experts")  # transformers' words
 
 
 class Plan(dict[str, Style]):
@@ -99,7 +75,7 @@ class Plan(dict[str, Style]):
         for name, style in self.items():
             index = self.anatomy.layer_index(name)
             key = name if index is None else name.replace(f".{index}", ".*", 1)
-            rows.setdefault((key, _style_name(style), self._shapes.get(name, "")), []).append(
+            rows.setdefault((key, style_name(style), self._shapes.get(name, "")), []).append(
                 -1 if index is None else index
             )
         table = [("module", "style", "parameters", "layers")]
@@ -108,10 +84,6 @@ class Plan(dict[str, Style]):
         return "\n".join(
             "  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3])).rstrip() for row in table
         )
-
-
-def _style_name(style: Style) -> str:
-    return style if isinstance(style, str) else type(style).__name__
 
 
 def _ranges(indices: list[int]) -> str:
@@ -143,8 +115,7 @@ def make_plan(
     roles = _roles(model, anatomy, children, blocks, flow, config)
     entries = dict(roles)
     if overrides != "auto":
-        _lay_over(entries, model, overrides, config.tp)
-        _keep_whole(entries, blocks)
+        apply_overrides(entries, blocks, model, overrides, config.tp)
     if config.tp > 1:
         _check_head(model, anatomy)
     order = {n: i for i, (n, _) in enumerate(model.named_modules())}
@@ -351,83 +322,6 @@ def _roles(
 def _is_lookup(embedding: nn.Module) -> bool:
     """Whether the embedding is one table and nothing that must see the rows summed over the ranks."""
     return isinstance(embedding, nn.Embedding) and [n for n, _ in embedding.named_parameters()] == ["weight"]
-
-
-def _lay_over(entries: dict[str, Style], model: PreTrainedModel, overrides: str | Mapping[str, Style], tp: int) -> None:
-    if isinstance(overrides, str):
-        raise ValueError(f'plan is {overrides!r}; it must be "auto" or a dict from module-name pattern to style')
-    leaves = [n for n in entries if next(model.get_submodule(n).parameters(recurse=False), None) is not None]
-    roles = dict(entries)
-    for pattern, style in overrides.items():
-        if style in _EXPERT_PARALLEL:
-            raise ValueError(
-                f"plan[{pattern!r}] is {style!r}, which spreads experts over ranks (expert parallelism); meshpar "
-                "splits each of them inside over tp instead"
-            )
-        if isinstance(style, str) and style not in STYLES:
-            raise ValueError(
-                f"plan[{pattern!r}] is {style!r}; the styles are {', '.join(STYLES)}, or a torch ParallelStyle"
-            )
-        if isinstance(style, SequenceParallel):
-            raise ValueError(
-                f"plan[{pattern!r}] is torch's SequenceParallel, which needs DTensors around it; meshpar runs on plain "
-                "tensors there: set sequence_parallel in the config instead"
-            )
-        matched = fnmatch.filter(leaves, pattern)
-        if not matched:
-            raise ValueError(f"plan[{pattern!r}] matches no module of {type(model).__name__} that holds parameters")
-        for name in matched if tp > 1 else ():
-            _check_override(name, roles[name], style)
-            entries[name] = style
-
-
-def _check_override(name: str, role: Style, style: Style) -> None:
-    """What a module does in its block is the model's own doing; a caller may keep it whole or split it another way."""
-    if role in ("colwise", "rowwise"):
-        if isinstance(style, ParallelStyle):
-            return
-        allowed: tuple[Style, ...] = ("replicate", role)
-    else:
-        allowed = (role, "replicate") if role in _MAY_BE_WHOLE else (role,)
-        if role == "replicate" and isinstance(style, ParallelStyle):
-            return
-    if style not in allowed:
-        raise ValueError(
-            f"plan gives {name} the style {_style_name(style)!r}, but it can only be {' or '.join(map(repr, allowed))}"
-            + (" or a torch ParallelStyle" if role in ("colwise", "rowwise", "replicate") else "")
-        )
-
-
-def _keep_whole(entries: dict[str, Style], blocks: dict[str, Block]) -> None:
-    """A block none of whose projections is split any more runs whole; one with some of them left is refused."""
-    for projections, members in _units(blocks):
-        whole = [n for n in projections if entries[n] == "replicate"]
-        if not whole:
-            continue
-        if len(whole) < len(projections):
-            split = next(n for n in projections if n not in whole)
-            raise ValueError(
-                f"plan keeps {whole[0]} whole but splits {split}; a block's projections split together or not at all"
-            )
-        for name in members:
-            entries |= {n: "replicate" for n in entries if n.startswith(f"{name}.")}
-            entries[name] = "whole"
-            del blocks[name]
-
-
-def _units(blocks: Mapping[str, Block]) -> list[tuple[list[str], list[str]]]:
-    """What splits together: the projections of a block, or the two of a pair; and the blocks that hold them."""
-    units = []
-    for name, block in blocks.items():
-        if block.style == "pair_in":
-            layer = name.rpartition(".")[0]
-            both = [
-                n for n, b in blocks.items() if n.rpartition(".")[0] == layer and b.style in ("pair_in", "pair_out")
-            ]
-            units.append((both, both))
-        elif block.style != "pair_out":
-            units.append(([f"{name}.{n}" for n, style in block.styles.items() if style in _SPLIT], [name]))
-    return units
 
 
 def _check_head(model: PreTrainedModel, anatomy: Anatomy) -> None:
