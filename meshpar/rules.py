@@ -12,17 +12,14 @@ the ranks make of their own heads, features or parts of experts.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import nn
 
 from .blocks import Q_HEADS, Block, Cut, Groups, OnFirst, Units
+from .primitives import features, is_element_wise, is_product, is_rms_norm, linear
 
 
 def recognise(block: nn.Module) -> Block | None:
@@ -50,25 +47,7 @@ def _unexplained(block: nn.Module, found: Block) -> list[str]:
 
 def _is_harmless(name: str, module: nn.Module) -> bool:
     """Element-wise, or on each head: activation functions, dropout, rotary embeddings, norms of heads."""
-    return "rotary" in name or name in (*_QUERY_NORMS, *_KEY_NORMS, "qk_norm", "v_norm") or _is_element_wise(module)
-
-
-def _is_element_wise(module: nn.Module) -> bool:
-    """Whether parts of a vector, or of two, give parts of the result: tried out on a copy, in double precision."""
-    if isinstance(module, nn.Identity | nn.modules.dropout._DropoutNd):
-        return True
-    generator, twin = torch.Generator().manual_seed(0), copy.deepcopy(module).eval()
-    given = torch.randn(2, 2, 3, 6, dtype=torch.float64, generator=generator)
-    return any(_is_element_wise_in(twin, *given[:count]) for count in (1, 2))
-
-
-def _is_element_wise_in(module: nn.Module, *given: Tensor) -> bool:
-    try:
-        whole = module(*given)
-        parts = torch.cat([module(*part) for part in zip(*(x.split((4, 2), dim=-1) for x in given), strict=True)], -1)
-    except Exception:  # whatever a module that is no function of so many tensors raises
-        return False
-    return isinstance(whole, Tensor) and whole.shape == given[0].shape and torch.allclose(whole, parts)
+    return "rotary" in name or name in (*_QUERY_NORMS, *_KEY_NORMS, "qk_norm", "v_norm") or is_element_wise(module)
 
 
 # Projections by what they are called; where several names are given, a block has one of them.
@@ -88,41 +67,6 @@ _INDEXERS = ("indexer", "indexers_proj")  # of sparse attention: they choose key
 _GROUPED_MULTIPLE = 8  # features: torch's grouped matmul wants strides of 16 bytes
 _ROUTERS = ("gate", "router", "shared_expert_gate", "moe_statics")
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
-
-
-def linear(block: nn.Module, names: tuple[str, ...]) -> str | None:
-    """The one child of that name that is a plain product with a matrix."""
-    found = [name for name in names if _is_product(getattr(block, name, None))]
-    return found[0] if len(found) == 1 else None
-
-
-def _is_product(module: Any) -> bool:
-    """nn.Linear, transformers' Conv1D, or a subclass of nn.Linear that does no more than multiply: tried out."""
-    if type(module) in (nn.Linear, Conv1D):
-        return True
-    return isinstance(module, nn.Linear) and not hasattr(module, "parametrizations") and _only_multiplies(module)
-
-
-def _only_multiplies(module: nn.Linear) -> bool:
-    generator, twin = torch.Generator().manual_seed(0), copy.copy(module)
-    twin._parameters = dict.fromkeys(module._parameters)
-    if twin._parameters.keys() != {"weight", "bias"} or next(twin.buffers(), None) is not None:
-        return False
-    twin.in_features, twin.out_features = 4, 3
-    x, weight = (torch.randn(n, 4, generator=generator) for n in (2, 3))
-    bias = None if module.bias is None else torch.randn(3, generator=generator)
-    twin.weight, twin.bias = (None if p is None else nn.Parameter(p, requires_grad=False) for p in (weight, bias))
-    want = F.linear(x, weight, bias)[None]
-    try:
-        return all(torch.allclose(twin.train(mode)(x[None]), want, rtol=1e-5, atol=1e-6) for mode in (True, False))
-    except Exception:  # whatever a class of its own raises on other sizes
-        return False
-
-
-def features(module: nn.Module) -> tuple[int, int]:
-    """Output and input features of a product with a matrix."""
-    rows, columns = module.weight.shape
-    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
 
 def _attention(block: nn.Module, gated: bool = False) -> Block | None:
@@ -186,25 +130,9 @@ def _head_norm(block: nn.Module, found: Block, name: str, units: Units) -> None:
 def _wide_norm(found: Block, name: str, norm: nn.Module, units: tuple[Units, ...]) -> None:
     """An RMSNorm over a dimension that is cut: its mean square is summed over the ranks."""
     width = sum(u.count * u.width for u in units)
-    if [(n, tuple(p.shape)) for n, p in norm.named_parameters()] == [("weight", (width,))] and _is_rms_norm(norm):
+    if [(n, tuple(p.shape)) for n, p in norm.named_parameters()] == [("weight", (width,))] and is_rms_norm(norm):
         found.styles[name] = "colwise_norm"
         found.cuts[f"{name}.weight"] = Cut(0, units)
-
-
-def _is_rms_norm(norm: nn.Module) -> bool:
-    """Whether it computes weight * x / sqrt(mean(x^2) + eps), and not (1 + weight) * ... or a LayerNorm: tried out."""
-    generator, twin = torch.Generator().manual_seed(0), copy.deepcopy(norm)
-    weight, x = torch.randn(2, norm.weight.shape[0], generator=generator)
-    twin.weight = nn.Parameter(weight, requires_grad=False)
-    eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
-    if not isinstance(eps, float):
-        return False
-    try:
-        y = twin(x)
-    except Exception:  # no norm at all: whatever an unknown module raises on one vector
-        return False
-    expected = weight * x * torch.rsqrt(x.pow(2).mean() + eps)
-    return isinstance(y, torch.Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
 def _latent_attention(block: nn.Module) -> Block | None:
@@ -248,7 +176,7 @@ def _guessed_attention(block: nn.Module) -> Iterator[Block]:
             if param.ndim == 1 and param.shape[0] in lengths:
                 found.cuts[name] = Cut(0, (lengths[param.shape[0]],))
         for name, child in block.named_children():
-            if name not in found.styles and _is_product(child) and features(child)[0] in lengths:
+            if name not in found.styles and is_product(child) and features(child)[0] in lengths:
                 found.colwise(block, name, lengths[features(child)[0]])
         yield found
 
@@ -322,7 +250,7 @@ def _head_dim(block: nn.Module) -> int | None:
 
 def _mlp(block: nn.Module, style: Literal["block", "block_sum"] = "block") -> Block | None:
     """Projections up and one down; a fused pair of gate and up is two halves; element-wise scales with them."""
-    down, ups = linear(block, _DOWN), [n for n in (*_UP, *_GATE_UP) if _is_product(getattr(block, n, None))]
+    down, ups = linear(block, _DOWN), [n for n in (*_UP, *_GATE_UP) if is_product(getattr(block, n, None))]
     if down is None or not ups or getattr(block, "activation_sparsity", 0):  # a threshold from all features
         return None
     hidden, width = features(block.get_submodule(down))

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from .blocks import OnFirst
 from .flops import matrix_costs
-from .rules import OUT, features, linear
+from .primitives import features, linear
+from .rules import OUT
 from .tp_plan import Plan, declared_style, declared_styles
 
 # transformers' styles whose matrix products are divided; those that gather or split replicate what lies between.

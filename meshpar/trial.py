@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from .blocks import Block, hidden_argument
 from .calls import SHAPES, Call, Calls, draw_call, runnable_copy
 from .layout import Layout
-from .rules import features
+from .primitives import features
 
 _CLOSE = dict(rtol=1e-4, atol=1e-5)
 _MOST_DRAWN = 2**24  # elements of parameters
