@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .loss import IGNORE, shift_labels
+
+Batches = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 _KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -19,32 +19,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from .batch import Batch, make_batch
+from .batch import Batch, Batches, make_batch
 from .checkpointing import apply_checkpointing
-from .comm import scale_grad
 from .compiling import apply_compile
 from .config import ParallelConfig, check_model
 from .fsdp import apply_fsdp, materialize
 from .full import FullTensors
 from .grads import GradientSums, clip_, global_norm, pieces
-from .layout import spread
 from .load import Reader, load_buffers, meta_copy, open_model
-from .loss import count_targets, cross_entropy_sum
 from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device, init_distributed, on_first_rank
 from .overrides import Style
 from .pipeline import Pipeline
 from .probe import check_shapes
-from .schedules import choose_microbatches
 from .split import Runner, split_model
 from .stages import stage_ranges, stage_ranks, stages_of_rank
+from .step_loss import StepLoss
 from .styles import TensorParallel, apply_styles
 from .tp_plan import Plan, make_plan
 from .weights_convert import original_layout, pin_layout
 from .weights_out import own_code, write_pretrained
 
 log = logging.getLogger("meshpar")
-
-Batches = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 
 def parallelize_model(
@@ -173,16 +168,13 @@ class ParallelModel(nn.Module):
         self.plan = plan
         self._mesh, self._full, self._origin, self._trust_remote_code = mesh, full, origin, trust_remote_code
         self._own_code = own_code(self.config, runner.model)
-        vocab = spread(full.vocab_size, mesh.size("tp"))
-        self._vocab_start, self._vocab_real = vocab.spans[mesh.rank("tp")][0], vocab.real(mesh.rank("tp"))
+        self._loss = StepLoss(runner, mesh, config, full.vocab_size)
         self._pipeline = Pipeline(runner, mesh, config, self._loss, full.flow)
         params = dict(self.named_parameters())
         holders = {n: full.holders(n) for n in params}
         self._sums = GradientSums(params, full.specs, mesh, holders)
         self._counted = {n for n in params if holders[n][0] == mesh.rank("pp")}
         self._last_backward = -1
-        self._divisor = torch.ones((), dtype=torch.float64)
-        self._router_weight, self._router_part = float(getattr(runner.model, "router_aux_loss_coef", 0.0)), 0.0
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -223,8 +215,7 @@ class ParallelModel(nn.Module):
         Returns the sum of token losses divided by the number of counted tokens, both over the global batch: a float32
         scalar, equal on every rank. Gradients of that same value are added to ``.grad``.
         """
-        batches, divisor = self._prepare(batch)
-        self._divisor = divisor
+        batches = self._prepare(batch)
         try:
             self._sums.set_aside()
             loss = self._pipeline.train_step(batches)
@@ -233,15 +224,15 @@ class ParallelModel(nn.Module):
             self._sums.discard()
             self._pipeline.sharded.discard_step()
             raise
-        return self._everywhere(loss)
+        return self._loss.everywhere(loss)
 
     def eval_loss(self, batch: Batches) -> Tensor:
         """The loss `forward_backward` would return, without gradients or dropout; batches may have any shape."""
-        batches, self._divisor = self._prepare(batch)
+        batches = self._prepare(batch)
         was_training = self.training
         self.eval()
         try:
-            return self._everywhere(self._pipeline.eval_step(batches))
+            return self._loss.everywhere(self._pipeline.eval_step(batches))
         finally:
             self.train(was_training)
 
@@ -261,10 +252,10 @@ class ParallelModel(nn.Module):
                 {"input_ids": input_ids, "labels": input_ids, **inputs}, self._mesh.device, self._full.vocab_size
             )
             return CausalLMOutput(logits=self._whole_logits(self._pipeline.logits(batch).detach()))
-        [(batch, count)], self._divisor = self._prepare({"input_ids": input_ids, "labels": labels, **inputs})
-        self._router_part *= count  # here a batch is one piece
+        [(batch, count)] = self._prepare({"input_ids": input_ids, "labels": labels, **inputs})
+        self._loss.join_pieces(count)
         own = self._pipeline.loss(batch).float()
-        loss = own + (self._everywhere(own.detach()) - own).detach()
+        loss = own + (self._loss.everywhere(own.detach()) - own).detach()
         if loss.requires_grad:
             loss.register_hook(self._when_backward_starts)
         return CausalLMOutput(loss=loss)
@@ -337,77 +328,13 @@ class ParallelModel(nn.Module):
 
     # Internals
 
-    def _prepare(self, batch: Batches) -> tuple[list[tuple[Batch, int]], Tensor]:
-        """Batches with their numbers of microbatches, and the global number of tokens that count."""
+    def _prepare(self, batch: Batches) -> list[tuple[Batch, int]]:
         self._check_values()
-        given = [batch] if isinstance(batch, Mapping) else list(batch)
-        if not given:
-            raise ValueError("the list of batches is empty; give at least one batch, of no rows if need be")
-        batches = [make_batch(b, self._mesh.device, self._full.vocab_size) for b in given]
-        targets = self._agree(sum(count_targets(b.targets) for b in batches), len(batches))
-        cut = []
-        for one in batches:
-            count = choose_microbatches(self.parallel_config, one.rows)
-            cut.append((one.padded_to(-(-one.rows // count) * count), count))
-        if self._has_router_loss:
-            added = any(b["input_ids"].shape[0] != piece.rows for b, (piece, _) in zip(given, cut, strict=True))
-            self._router_part = self._part_of_a_piece(sum(count for _, count in cut), added, targets)
-        return cut, targets.clamp(min=1)
+        return self._loss.prepare(batch)
 
     def _check_values(self) -> None:
         if self._mesh.device.type == "meta":
             raise RuntimeError('a model on device="meta" has names, shapes and placements, but no values')
-
-    def _agree(self, counted: Tensor, batches: int) -> Tensor:
-        """The count over dp; the same all-reduce shows whether all dp ranks gave the same number of batches."""
-        if self._mesh.size("dp") == 1:
-            return counted
-        sums = torch.stack((counted, counted.new_tensor(batches), counted.new_tensor(batches**2)))
-        dist.all_reduce(sums, group=self._mesh.group("dp"))
-        if batches > 1 or self._mesh.device.type == "cpu":
-            total, squares = sums[1].item(), sums[2].item()
-            if squares * self._mesh.size("dp") != total**2:
-                raise ValueError(
-                    f"this dp rank gave {batches} batches and others gave another number; all must give the same"
-                )
-        return sums[0]
-
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        total = cross_entropy_sum(logits, targets, self._vocab_start, self._vocab_real, self._mesh.group("tp"))
-        return total / self._divisor + self._router_loss()
-
-    def _router_loss(self) -> Tensor | float:
-        """This microbatch's part of the mean of the routers' balance losses over all microbatches of all dp ranks.
-
-        Every tp rank computes it whole, and the blocks around the routers sum their gradients: each gives its part.
-        """
-        balance = self._runner.router_loss
-        if balance is None:
-            return 0.0
-        return scale_grad(balance, 1 / self._mesh.size("tp")) * (self._router_weight * self._router_part)
-
-    @property
-    def _has_router_loss(self) -> bool:
-        return bool(getattr(self.config.get_text_config(), "output_router_logits", False))
-
-    def _part_of_a_piece(self, pieces: int, added_rows: bool, targets: Tensor) -> float:
-        """One over the number of microbatches of all dp ranks; 0 where nothing counts."""
-        sums = torch.tensor([pieces, int(added_rows)], device=self._mesh.device)
-        dist.all_reduce(sums, group=self._mesh.group("dp"))
-        if sums[1] > 0:
-            raise ValueError(
-                "the routers' balance loss would see rows that fill a batch up: give every dp rank rows that its "
-                "number of microbatches divides, or set output_router_logits to false in the model's config"
-            )
-        return 1 / int(sums[0]) if targets > 0 else 0.0
-
-    def _everywhere(self, loss: Tensor) -> Tensor:
-        """Sum over dp and pp, in float64 until the end; tp ranks hold the same value already."""
-        loss = loss.detach().double()
-        for dim in ("dp", "pp"):
-            if self._mesh.size(dim) > 1:
-                dist.all_reduce(loss, group=self._mesh.group(dim))
-        return loss.float()
 
     def _whole_logits(self, logits: Tensor) -> Tensor:
         if self._mesh.size("tp") == 1:

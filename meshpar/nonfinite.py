@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .batch import Batches
 from .grads import local
-from .model import Batches, ParallelModel
+from .model import ParallelModel
 from .pipeline import StageModule
 from .rng import rng_state, set_rng_state
 from .schedules import splits_backward

@@ -17,7 +17,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 import meshpar.checkpoint
-import meshpar.model
+import meshpar.step_loss
 from meshpar.cli import main
 from meshpar.train.data import GlobalBatches
 
@@ -51,7 +51,7 @@ def break_in(here, owner, name):
     setattr(owner, name, breaking)
 
 break_in("data", GlobalBatches, "next")
-break_in("forward", meshpar.model, "cross_entropy_sum")
+break_in("forward", meshpar.step_loss, "cross_entropy_sum")
 break_in("optimizer", torch.optim.AdamW, "step")
 break_in("save", meshpar.checkpoint, "save")
 sys.exit(main(["train", recipe]))
