@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
+from .comm import storage_of
 from .styles import TensorParallel
 
 _SUMS = {
@@ -60,10 +61,6 @@ def _choose(context: object, func: object, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if func in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class _Keep(TorchDispatchMode):
     """Remembers the results of `_KEPT` in the order of a layer's forward."""
 
@@ -78,9 +75,9 @@ class _Keep(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _KEPT:
             self.kept.append(out.detach())  # the result itself would keep its own graph alive
-            self.source.pop(_storage(out), None)
-        elif func is torch.ops.aten.cat.default and len(sources := {_storage(tensor) for tensor in args[0]}) == 1:
-            self.source[_storage(out)] = sources.pop()  # a result in another order, as it is scattered
+            self.source.pop(storage_of(out), None)
+        elif func is torch.ops.aten.cat.default and len(sources := {storage_of(tensor) for tensor in args[0]}) == 1:
+            self.source[storage_of(out)] = sources.pop()  # a result in another order, as it is scattered
         return out
 
     def _forget(self, args: tuple) -> None:
@@ -89,10 +86,10 @@ class _Keep(TorchDispatchMode):
         What is summed is as large as tp ranks' shards of the sum, which is kept, and no backward reads it: of the two
         in a layer, attention's is computed again on the way to the MLP, and the MLP's ends the layer.
         """
-        given = {_storage(a) for a in args if isinstance(a, Tensor)}
+        given = {storage_of(a) for a in args if isinstance(a, Tensor)}
         given |= {self.source.pop(key) for key in given & self.source.keys()}
         for i, tensor in enumerate(self.kept):
-            if tensor is not None and _storage(tensor) in given:
+            if tensor is not None and storage_of(tensor) in given:
                 self.kept[i] = None
 
 

@@ -50,6 +50,11 @@ def reduce_scatter_dim1(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(blocks, "sum", size, group.group_name))
 
 
+def storage_of(x: Tensor) -> int:
+    """Tells memory from other memory that is in use, on the meta device, too."""
+    return x.untyped_storage()._cdata
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -168,7 +173,7 @@ class KeepShard(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, shard: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
         super().__init__(self._pack, self._unpack)
         self._shard, self._group, self._seq_len = shard.detach(), group, whole.shape[1]
-        self._storage = whole.untyped_storage()._cdata  # on meta, too; the block's arguments keep it alive
+        self._storage = storage_of(whole)  # the block's arguments keep it alive
         self._version = whole._version
         self._again: Tensor | None = None
         self._kept = self._wanted = 0
@@ -178,7 +183,7 @@ class KeepShard(torch.autograd.graph.saved_tensors_hooks):
         del self.pack_hook, self.unpack_hook  # methods of this object: a circle that would outlive the backward
 
     def _pack(self, x: Tensor) -> Tensor | tuple:
-        other = isinstance(x, DTensor) or x.untyped_storage()._cdata != self._storage
+        other = isinstance(x, DTensor) or storage_of(x) != self._storage
         if other or x._version != self._version:
             return x.detach()
         self._kept += 1

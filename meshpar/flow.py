@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
 from .blocks import hidden_argument
+from .comm import storage_of
 from .no_data import NoData, tensors_in
 
 _ROWS, _SEQ_LEN = 2, 16
@@ -118,10 +119,6 @@ def _ids() -> Tensor:
     return torch.zeros((_ROWS, _SEQ_LEN), dtype=torch.int64, device="meta")
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class _Recorder(NoData):
     """Labels tensors by what they were computed from, and notes which parameters run where."""
 
@@ -147,7 +144,7 @@ class _Recorder(NoData):
         self._direct: list[tuple[str, list[str]]] = []
         self._names: dict[int, list[str]] = {}
         for name, param in probe.named_parameters(remove_duplicate=False):
-            self._names.setdefault(_storage(param), []).append(name)
+            self._names.setdefault(storage_of(param), []).append(name)
 
     # Operations
 
@@ -171,14 +168,14 @@ class _Recorder(NoData):
         index = len(self.returns)
         slots = zip(args, func._schema.arguments, strict=False)
         places = [a for a, slot in slots if slot.alias_info is not None and slot.alias_info.is_write]
-        written = {_storage(t) for t in tensors_in(places)}
-        if self._output is not None and _storage(self._output) in written and index < self.anatomy.num_layers:
+        written = {storage_of(t) for t in tensors_in(places)}
+        if self._output is not None and storage_of(self._output) in written and index < self.anatomy.num_layers:
             self._forbid([index], f"changes what {self.anatomy.layer(index - 1)} returned in place")
-        self._changed = self._changed or not written.isdisjoint(map(_storage, self._embedded))
+        self._changed = self._changed or not written.isdisjoint(map(storage_of, self._embedded))
 
     def _read(self, tensor: Tensor) -> frozenset[int]:
-        key = _storage(tensor)
-        if self._phase != 0 and key in map(_storage, self._embedded):
+        key = storage_of(tensor)
+        if self._phase != 0 and key in map(storage_of, self._embedded):
             self._computed_with = True
         if key in self._names:
             return self._read_parameter(self._names[key])
@@ -225,7 +222,7 @@ class _Recorder(NoData):
         return range(1, self.anatomy.num_layers)
 
     def _add(self, tensor: Tensor, labels: frozenset[int]) -> None:
-        key = _storage(tensor)
+        key = storage_of(tensor)
         if key not in self._labels:
             self._alive.append(tensor.untyped_storage())
         self._labels[key] = self._labels.get(key, frozenset()) | labels
@@ -282,13 +279,13 @@ class _Recorder(NoData):
             self._forbid(self._all(), f"has hidden states of {list(self.shapes[0])} and of {list(first.shape)}")
         for tensor in tensors_in(others):
             self._add(tensor, frozenset())
-            self._spare[_storage(tensor)] = index
-        if self._spare.pop(_storage(first), None) == index:
+            self._spare[storage_of(tensor)] = index
+        if self._spare.pop(storage_of(first), None) == index:
             self._forbid(
                 self._all(), f"returns its hidden states and more in one tensor from {self.anatomy.layer(index)}"
             )
         self._add(first, frozenset())
-        self._labels[_storage(first)] = frozenset({index})
+        self._labels[storage_of(first)] = frozenset({index})
         self._output = first
         self._phase = _AFTER if index == self.anatomy.num_layers - 1 else _BETWEEN
 
@@ -303,7 +300,7 @@ class _Recorder(NoData):
                 self._add(tensor, frozenset({_START}))
         if name == self.anatomy.embedding and isinstance(out, Tensor):
             self._embedded.append(out)
-            self._labels[_storage(out)] = frozenset({_EMBEDDING})
+            self._labels[storage_of(out)] = frozenset({_EMBEDDING})
 
     # The end
 
@@ -313,7 +310,7 @@ class _Recorder(NoData):
         self.straight = self.straight and not self._computed_with
         if len(self.returns) != count:
             self.uncut = dict.fromkeys(self._all(), f"runs {len(self.returns)} of its {count} decoder layers")
-        self._consume(self._labels.get(_storage(logits), ()), count - 1, "what follows the last layer")
+        self._consume(self._labels.get(storage_of(logits), ()), count - 1, "what follows the last layer")
         before, after = self.parts()
         if self._late and self._may_be_carried(before):
             self.carried = True

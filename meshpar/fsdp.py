@@ -175,7 +175,8 @@ class Sharded:
 
     def discard_step(self) -> None:
         """After an exception within a step: drop what its backwards left behind, so that the next step can be right."""
-        if hasattr(self._root, "reset_iter_state"):  # torch >= 2.13
+        begun = fully_shard.state(self._root)._is_root  # type: ignore[attr-defined]
+        if begun and hasattr(self._root, "reset_iter_state"):  # torch >= 2.13
             self._root.reset_iter_state()
         for module in self._modules:
             for group in param_groups(fully_shard.state(module)):  # type: ignore[attr-defined]

@@ -114,6 +114,7 @@ class Stage:
     injection: Injection | None = None
     blanks: Collection[Blank] = ()
     embedding: nn.Module | None = None  # where what it gives is passed on: itself, or what stands for it
+    last: nn.Module | None = None  # layer, where another stage goes on from what it gives
     captured: Tensor | None = None
     embedded: Tensor | None = None
 
@@ -132,13 +133,18 @@ class Stage:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The skeleton shows only this stage's layers while the context lasts."""
+        """The skeleton shows only this stage's layers while the context lasts; what the next stage needs is kept."""
         before = [parent._modules[name] for parent, name, _ in self.swaps]
         for parent, name, module in self.swaps:
             parent._modules[name] = module
+        # Registered for each run anew, they run behind a caller's own hooks, which may change what is kept.
+        kept = ((self.last, self._capture), (self.embedding, self._embed))
+        handles = [module.register_forward_hook(keep) for module, keep in kept if module is not None]
         try:
             yield
         finally:
+            for handle in handles:
+                handle.remove()
             for (parent, name, _), module in zip(self.swaps, before, strict=True):
                 parent._modules[name] = module
             self.captured = self.embedded = None
@@ -146,6 +152,12 @@ class Stage:
                 self.injection.received = None
             if isinstance(self.embedding, Carried):
                 self.embedding.received = None
+
+    def _capture(self, _: nn.Module, args: tuple, output: Tensor | tuple | list) -> None:
+        self.captured = output if isinstance(output, Tensor) else output[0]
+
+    def _embed(self, _: nn.Module, args: tuple, output: Tensor) -> None:
+        self.embedded = output
 
 
 def split_model(
@@ -226,21 +238,11 @@ def _make_stage(
         stage.swaps += [(*_place(model, name), blank) for name, blank in blanks.items()]
     if not r.is_last:
         shown[r.stop] = hole(r.stop, End)
-        whole[r.stop - 1].register_forward_hook(lambda _, args, out: _capture(stage, out))
+        stage.last = whole[r.stop - 1]
     if r.is_first and flow.carried:
         stage.embedding = model.get_submodule(anatomy.embedding)
-    if stage.embedding is not None:
-        stage.embedding.register_forward_hook(lambda _, args, out: _embed(stage, out))
     stage.swaps.append((*_place(model, anatomy.layers), nn.ModuleList(shown)))
     return stage
-
-
-def _capture(stage: Stage, output: Tensor | tuple | list) -> None:
-    stage.captured = output if isinstance(output, Tensor) else output[0]
-
-
-def _embed(stage: Stage, output: Tensor) -> None:
-    stage.embedded = output
 
 
 class Runner(nn.Module):

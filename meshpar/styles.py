@@ -42,6 +42,7 @@ class TensorParallel:
     compiled: bool = False  # layers are compiled
     rows: int = 0  # of the batch in flight, and
     seq_len: int = 0  # its length: the shards alone do not tell how much of the last one is padding
+    partial: tuple[Tensor, int] | None = None  # what the embedding gave where it is still to be summed, and its version
     group: dist.ProcessGroup = field(init=False)
     size: int = field(init=False)
     rank: int = field(init=False)
@@ -86,8 +87,19 @@ class TensorParallel:
         return self._by_rows(x, self.seq_len, lambda rows: comm.split_sequence(rows, self.group))
 
     def enter_layers(self, x: Tensor) -> Tensor:
-        """Into the first decoder layer: [b, seq_len, h] to what lies between blocks."""
-        return self.leave(x) if self.sum_at_layers else self.split(x)
+        """Into the first decoder layer: [b, seq_len, h] to what lies between blocks.
+
+        Raises RuntimeError where a caller's hook has changed what was to be summed first.
+        """
+        if not self.sum_at_layers:
+            return self.split(x)
+        given, self.partial = self.partial, None
+        if given is None or comm.storage_of(x) != comm.storage_of(given[0]) or x._version != given[1]:
+            raise RuntimeError(
+                "what the embedding gives was changed before the first layer, by a hook for example, but it is summed "
+                "over tp only there; register the hook before parallelize_model, or set sequence_parallel=False"
+            )
+        return self.leave(x)
 
     def _by_rows(self, x: Tensor, length: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
         """``fn`` of [b, length, ...], which some code flattens to [b * length, ...]."""
@@ -335,6 +347,7 @@ def _embedding(module: nn.Embedding, tp: TensorParallel, layout: Layout) -> None
 
     def sum_found(_: nn.Module, args: tuple, rows: Tensor) -> Tensor:
         found = rows.masked_fill(absent.pop().unsqueeze(-1), 0)
+        tp.partial = (found, found._version) if tp.sum_at_layers else None
         return found if tp.sum_at_layers else comm.reduce_from(found, tp.group)
 
     module.register_forward_pre_hook(local_ids)

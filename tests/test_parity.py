@@ -37,9 +37,9 @@ def assert_parity(pool, config: dict, batches: list[dict], family="llama", chang
     return results
 
 
-def assert_results(results: list[dict], batches: list[dict], family="llama", changes=None, loss_bar=1e-6):
-    """What `jobs.gradients` gave on each rank is what one process gives."""
-    losses, grads = models.reference(models.tiny_model(family, **(changes or {})), *batches)
+def assert_results(results: list[dict], batches: list[dict], family="llama", changes=None, loss_bar=1e-6, source=None):
+    """What `jobs.gradients` gave on each rank is what one process gives, of ``source`` where that is given."""
+    losses, grads = models.reference(source or models.tiny_model(family, **(changes or {})), *batches)
     for rank, result in enumerate(results):
         for got, want in zip(result["losses"], losses, strict=True):
             assert abs(got - want) <= loss_bar, f"loss {got} on rank {rank}, one process {want}"
