@@ -72,7 +72,7 @@ def show(args: argparse.Namespace) -> int:
     """Print the resolved plan of a model; no weights are loaded."""
     names = ("pp", "dp_replicate", "dp_shard", "tp", "sequence_parallel", "schedule", "virtual_stages", "stage_layers")
     config = ParallelConfig(**{name: getattr(args, name) for name in names})
-    from .tp_plan import show as show_plan
+    from .show import show as show_plan
 
     print(show_plan(args.model, config, args.trust_remote_code))
     return 0

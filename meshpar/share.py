@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,7 +13,7 @@ from .blocks import OnFirst
 from .flops import matrix_costs
 from .primitives import features, linear
 from .rules import OUT
-from .tp_plan import Plan, declared_style, declared_styles
+from .tp_plan import Plan
 
 # transformers' styles whose matrix products are divided; those that gather or split replicate what lies between.
 _DIVIDED = {
@@ -47,16 +48,28 @@ def divided_share(model: PreTrainedModel, plan: Plan, seq_len: int = 4096) -> Sh
     return Share(ours / total, theirs / total) if total else Share(0.0, 0.0)
 
 
+def _declared_styles(model: PreTrainedModel) -> dict[str, str]:
+    """The model's own tensor-parallel declaration: full module pattern -> transformers' style string."""
+    declared = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    return {f"{model.base_model_prefix}.{pattern}": style for pattern, style in declared.items()}
+
+
+def _declared_style(declared: Mapping[str, str], name: str) -> str | None:
+    """What a declaration says of a module or parameter: `*` is a layer's index, a pattern names it in full."""
+    matches = (s for pattern, s in declared.items() if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name))
+    return next(matches, None)
+
+
 def _work(model: PreTrainedModel, plan: Plan, seq_len: int) -> Iterator[tuple[float, bool, bool]]:
     """(multiply-adds a token, divided by meshpar, divided by transformers) of each matrix and attention."""
-    declared = declared_styles(model)
+    declared = _declared_styles(model)
     costs = matrix_costs({n: p.shape for n, p in model.named_parameters()}, model.config)
     for name, cost in costs.items():
         if plan.anatomy.layer_index(name) is None:
             continue
         block = plan.block_of(name)
         cut = plan.blocks[block].cuts.get(name.removeprefix(f"{block}.")) if block else None
-        style = declared_style(declared, name) or declared_style(declared, name.rpartition(".")[0])
+        style = _declared_style(declared, name) or _declared_style(declared, name.rpartition(".")[0])
         yield cost, cut is not None and not isinstance(cut, OnFirst), style in _DIVIDED
     for name in plan.children:
         module = model.get_submodule(name)
@@ -64,7 +77,7 @@ def _work(model: PreTrainedModel, plan: Plan, seq_len: int) -> Iterator[tuple[fl
         if out is not None and _has_heads(module):
             by_heads = name in plan.blocks and plan.blocks[name].heads is not None
             width = features(module.get_submodule(out))[1]
-            yield seq_len * width, by_heads, declared_style(declared, f"{name}.{out}") in ("rowwise", "rowwise_rep")
+            yield seq_len * width, by_heads, _declared_style(declared, f"{name}.{out}") in ("rowwise", "rowwise_rep")
 
 
 def _has_heads(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Plan: module name -> style, from the structure of the model's decoder layers, its own declaration, and overrides.
+"""Plan: module name -> style, from the structure of the model's decoder layers, and a caller's overrides.
 
 Every child of a decoder layer is one of three things over the tp group: a block, which runs on a part of its heads,
 features or experts on each rank (`rules` recognises them); whole, which every rank runs alike on the whole sequence;
@@ -24,7 +24,6 @@ or, under sequence parallelism, a norm or scale on a shard of the sequence.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -39,7 +38,6 @@ from .config import ParallelConfig, torch_dtype
 from .flow import Flow, follow, refuse_layerdrop
 from .overrides import Style, apply_overrides, style_name
 from .rules import guesses, halves, pair, recognise
-from .stages import stage_ranges, stage_ranks
 from .trial import kind, position_wise, try_out
 
 
@@ -274,18 +272,6 @@ def _blocks(model: PreTrainedModel, anatomy: Anatomy, children: Mapping[str, nn.
     return found_by_name
 
 
-def declared_styles(model: PreTrainedModel) -> dict[str, str]:
-    """The model's own tensor-parallel declaration: full module pattern -> transformers' style string."""
-    declared = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
-    return {f"{model.base_model_prefix}.{pattern}": style for pattern, style in declared.items()}
-
-
-def declared_style(declared: Mapping[str, str], name: str) -> str | None:
-    """What a declaration says of a module or parameter: `*` is a layer's index, a pattern names it in full."""
-    matches = (s for pattern, s in declared.items() if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name))
-    return next(matches, None)
-
-
 def _own_shapes(module: nn.Module) -> str:
     return ", ".join(f"{n} {list(p.shape)}" for n, p in module.named_parameters(recurse=False))
 
@@ -336,29 +322,3 @@ def _check_head(model: PreTrainedModel, anatomy: Anatomy) -> None:
             f"{type(model).__name__}'s head {anatomy.head} is a {type(head).__name__}; tensor parallelism splits the "
             "vocabulary of a torch.nn.Linear only, so tp must be 1 for this model"
         )
-
-
-def show(model: str, config: ParallelConfig | None = None, trust_remote_code: bool = False) -> str:
-    """The resolved plan of a model directory or hub id as a table; reads its config only, no weights."""
-    from .config import check_model
-    from .load import skeleton_from_config
-    from .pretrained import read_config
-    from .share import divided_share
-
-    config = config or ParallelConfig(tp=2)
-    hf_config = read_config(model, trust_remote_code)
-    check_model(config, hf_config)
-    skeleton = skeleton_from_config(hf_config, trust_remote_code)
-    plan = make_plan(skeleton, config)
-    lines = [str(plan)]
-    if config.tp > 1:
-        share = divided_share(skeleton, plan)
-        lines.append(
-            f"tp divides {share.meshpar:.2f} of the decoder layers' multiply-adds "
-            f"(transformers' own plan: {share.transformers:.2f})"
-        )
-    if config.pp > 1:
-        ranges = stage_ranges(skeleton, plan.anatomy, config, plan.flow)
-        stages = zip(stage_ranks(config), ranges, strict=True)
-        lines += [f"stage {r.index} on pp rank {rank}: layers {r.start}-{r.stop - 1}" for rank, r in stages]
-    return "\n".join(lines)
