@@ -175,6 +175,7 @@ class Sharded:
 
     def discard_step(self) -> None:
         """After an exception within a step: drop what its backwards left behind, so that the next step can be right."""
+        # Before this rank's first forward FSDP has nothing to reset, and fails at it.
         begun = fully_shard.state(self._root)._is_root  # type: ignore[attr-defined]
         if begun and hasattr(self._root, "reset_iter_state"):  # torch >= 2.13
             self._root.reset_iter_state()

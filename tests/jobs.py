@@ -155,6 +155,23 @@ def step_after_a_failed_one(config: dict, batch: dict) -> dict:
     return {"losses": [model.forward_backward(own).item()], "grads": dict(model.full_tensors("grad"))}
 
 
+def first_step_that_fails(config: dict, batch: dict) -> str:
+    """What a rank's first step raises where the first stage fails before it sends anything."""
+    model = make(config)
+    own = rows_of_rank(batch, model.mesh)
+
+    def failing(*args, **kwargs):
+        raise MemoryError("out of memory")
+
+    if model.mesh["pp"].get_local_rank() == 0:
+        model._pipeline.modules[0].forward = failing
+    try:
+        model.forward_backward(own)
+    except Exception as error:
+        return f"{type(error).__name__}: {error} {error.__cause__}"
+    return "no error"
+
+
 def unfrozen_later(config: dict, batch: dict, family: str, changes: dict) -> dict:
     """A model built with everything frozen, made trainable afterwards."""
     source = models.tiny_model(family, **changes)

@@ -51,6 +51,13 @@ def test_a_step_after_a_failed_one_is_right(pool, config):
     assert_close(result["grads"], grads)
 
 
+def test_a_first_step_that_fails_ends_with_what_each_rank_met(pool):
+    """The last stage has not run a forward yet when the first one is gone."""
+    first, last = pool.run(2, jobs.first_step_that_fails, mesh_config(2, 1, 1), models.make_batch())
+    assert "out of memory" in first
+    assert last.startswith("RuntimeError")
+
+
 @pytest.mark.parametrize("config", [dict(tp=2), mesh_config(2, 1, 1), mesh_config(2, 1, 2)], ids=str)
 def test_parameters_unfrozen_after_construction(pool, config):
     changes = dict(tie_word_embeddings=True)
