@@ -62,29 +62,49 @@ class Batch:
 def make_batch(batch: Mapping[str, Tensor], device: torch.device, vocab_size: int) -> Batch:
     """Check a batch of input_ids, labels and optionally attention_mask, position_ids, each [rows, seq_len].
 
-    Raises ValueError naming the key for unknown or missing keys, wrong shapes, ids beyond the vocabulary, and packed
-    rows with a padding mask.
+    Raises ValueError naming the key for unknown or missing keys, wrong types and shapes, ids beyond the vocabulary, and
+    packed rows with a padding mask.
     """
-    unknown = sorted(set(batch) - set(_KEYS))
-    if unknown:
-        raise ValueError(f"batch has the keys {', '.join(unknown)}; meshpar takes {', '.join(_KEYS)}")
-    for key in ("input_ids", "labels"):
-        if key not in batch:
-            raise ValueError(f"batch lacks {key!r}")
+    _check_kinds(batch)
     _check_ids(batch, vocab_size)
     tensors = {k: v.to(device) for k, v in batch.items() if v is not None}
     rows, seq_len = tensors["input_ids"].shape
     if "position_ids" in tensors and tensors["position_ids"].shape == (1, seq_len):
         tensors["position_ids"] = tensors["position_ids"].expand(rows, -1)
-    for key, value in tensors.items():
-        if value.shape[0] != rows or (value.ndim == 2 and value.shape[1] != seq_len):
-            raise ValueError(f"batch[{key!r}] has shape {list(value.shape)}, input_ids has {[rows, seq_len]}")
+    _check_shapes(tensors, rows, seq_len)
     if rows == 0:
         tensors = {k: v.new_zeros(1, *v.shape[1:]) for k, v in tensors.items() if k != "attention_mask"}
         tensors["labels"].fill_(IGNORE)
     mask = _mask(batch.get("attention_mask"), batch.get("position_ids"))
     mask = mask.to(device) if mask is not None and rows else None
     return Batch(tensors["input_ids"], shift_labels(tensors["labels"]), mask, tensors.get("position_ids"))
+
+
+def _check_kinds(batch: Mapping[str, Tensor]) -> None:
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch is a dict of tensors {', '.join(_KEYS)}, not a {type(batch).__name__}")
+    unknown = sorted(set(batch) - set(_KEYS))
+    if unknown:
+        raise ValueError(f"batch has the keys {', '.join(unknown)}; meshpar takes {', '.join(_KEYS)}")
+    for key in ("input_ids", "labels"):
+        if batch.get(key) is None:
+            raise ValueError(f"batch lacks {key!r}")
+    for key, value in batch.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"batch[{key!r}] is a {type(value).__name__}, not a torch tensor")
+        if key in ("input_ids", "labels") and value.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"batch[{key!r}] is {value.dtype}; ids are torch.int64 or torch.int32")
+    shape = list(batch["input_ids"].shape)
+    if len(shape) != 2 or shape[1] == 0:
+        raise ValueError(f"batch['input_ids'] has shape {shape}; it must be [rows, seq], of at least one token a row")
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], rows: int, seq_len: int) -> None:
+    for key, value in tensors.items():
+        whole = key == "attention_mask" and value.ndim == 4  # [rows, 1, seq, seq], as transformers takes it, too
+        shape = [*value.shape[:1], *value.shape[1 + whole :]]
+        if shape != [rows, seq_len] + [seq_len] * whole:
+            raise ValueError(f"batch[{key!r}] has shape {list(value.shape)}, input_ids has {[rows, seq_len]}")
 
 
 def _check_ids(batch: Mapping[str, Tensor], vocab_size: int) -> None:
