@@ -40,8 +40,8 @@ class StepLoss:
         batches = [make_batch(b, self._mesh.device, self._vocab_size) for b in given]
         targets = self._agree(sum(count_targets(b.targets) for b in batches), len(batches))
         cut = []
-        for one in batches:
-            count = choose_microbatches(self._config, one.rows)
+        for one, rows in zip(batches, self._rows_to_cut(batches), strict=True):
+            count = choose_microbatches(self._config, rows)
             cut.append((one.padded_to(-(-one.rows // count) * count), count))
         if self._has_router_loss:
             added = any(b["input_ids"].shape[0] != piece.rows for b, (piece, _) in zip(given, cut, strict=True))
@@ -64,6 +64,15 @@ class StepLoss:
             if self._mesh.size(dim) > 1:
                 dist.all_reduce(loss, group=self._mesh.group(dim))
         return loss.float()
+
+    def _rows_to_cut(self, batches: list[Batch]) -> list[int]:
+        """Rows that decide the number of microbatches: where each gathers the weights anew, as many on all dp ranks."""
+        rows, config = [one.rows for one in batches], self._config
+        if config.microbatches is None and config.pp > 1 and config.reshards and config.dp > 1:
+            most = torch.tensor(rows, device=self._mesh.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._mesh.group("dp"))
+            rows = most.tolist()
+        return rows
 
     def _agree(self, counted: Tensor, batches: int) -> Tensor:
         """The count over dp; the same all-reduce shows whether all dp ranks gave the same number of batches."""

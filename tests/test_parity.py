@@ -189,6 +189,13 @@ def test_rows_that_microbatches_do_not_divide(pool, rows, microbatches):
     assert_parity(pool, dict(dp_shard=1, microbatches=microbatches), [models.make_batch(rows=rows, kind="ragged")])
 
 
+@pytest.mark.parametrize("reshard", [None, True])
+def test_dp_ranks_may_have_other_numbers_of_rows(pool, reshard):
+    """5 rows over two ranks; with weights gathered anew for each microbatch, all must run as many of them."""
+    config = mesh_config(2, 2, 1, reshard_after_forward=reshard)
+    assert_parity(pool, config, [models.make_batch(rows=5, kind="ragged")])
+
+
 @pytest.mark.parametrize("config", [mesh_config(1, 2, 2), mesh_config(2, 2, 1), mesh_config(2, 1, 2)], ids=str)
 def test_batches_given_as_a_list_are_one_global_batch(pool, config):
     whole = models.make_batch(kind="ragged")
