@@ -219,6 +219,11 @@ class ParallelModel(nn.Module):
         try:
             self._sums.set_aside()
             loss = self._pipeline.train_step(batches)
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "forward_backward makes gradients, and torch.no_grad() or torch.inference_mode() is active; "
+                "eval_loss(batch) gives the loss alone"
+            )
             self._sums.finish()
         except BaseException:
             self._sums.discard()

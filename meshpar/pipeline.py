@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +27,14 @@ from .stages import stage_ranks
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 _KEPT_SCHEDULES = 4  # a schedule holds receive buffers for one shape of batch
+
+
+@contextmanager
+def no_inference_mode() -> Iterator[None]:
+    """FSDP keeps the tensors it gathers into: made in inference mode, no later step could be trained with them."""
+    wants_grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
+        yield
 
 
 class StageModule(nn.Module):
@@ -115,6 +124,7 @@ class Pipeline:
         self.sharded.reduce_gradients()
         return total
 
+    @no_inference_mode()
     @torch.no_grad()
     def eval_step(self, batches: list[tuple[Batch, int]]) -> Tensor:
         """Forward alone; the sum of the losses, 0 on ranks without the last stage."""
@@ -123,12 +133,14 @@ class Pipeline:
         self.sharded.reshard()
         return total
 
+    @no_inference_mode()
     def loss(self, batch: Batch) -> Tensor:
         """pp=1: the loss of one batch, differentiable."""
         self.sharded.reshard()
         loss = partial(self.loss_fn, targets=batch.targets)
         return self.runner(0, batch.input_ids, batch.seq_len, loss, **batch.model_inputs())
 
+    @no_inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """pp=1: the logits [b, s, local vocabulary] of one batch, differentiable."""
         self.sharded.reshard()

@@ -111,6 +111,19 @@ def full_tensors_of(what: str) -> str:
     return "no error"
 
 
+def first_run_in_inference_mode(config: dict, batch: dict) -> dict:
+    """Evaluation and, where there is no pipeline, calls under torch.inference_mode(); then a step."""
+    model = make(config)
+    own = rows_of_rank(batch, model.mesh)
+    with torch.inference_mode():
+        losses = [model.eval_loss(own).item()]
+        if model.parallel_config.pp == 1:
+            losses.append(model(**own).loss.item())
+            model(own["input_ids"])
+    losses.append(model.forward_backward(own).item())
+    return {"losses": losses, "grads": dict(model.full_tensors("grad"))}
+
+
 def hybrid_mesh_of_the_caller(sizes: tuple[int, int, int, int], config: dict, batch: dict) -> dict:
     """Gradients on a caller's mesh of pp x dp_replicate x dp_shard x tp."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))

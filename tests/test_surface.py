@@ -63,6 +63,16 @@ def test_full_tensors_of_something_else_are_refused(pool):
     assert message == 'full_tensors takes "param" or "grad", not \'x\''
 
 
+@pytest.mark.parametrize("config", [dict(dp_shard=2, tp=2), mesh_config(2, 1, 2), mesh_config(2, 2, 1)], ids=str)
+def test_a_model_that_ran_in_inference_mode_trains(pool, config):
+    batch = models.make_batch(kind="ragged")
+    losses, grads = models.reference(models.tiny_model(), batch)
+    results = pool.run(4, jobs.first_run_in_inference_mode, config, batch)
+    for result in results:
+        assert result["losses"] == pytest.approx(losses * len(result["losses"]), abs=1e-6)
+    assert_gradients_close(results[0]["grads"], grads)
+
+
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (2, 2, 1, 1), (1, 2, 1, 2)], ids=str)
 def test_a_callers_mesh_may_have_replicas(pool, sizes):
     batch, config = models.make_batch(kind="ragged"), dict(compute_dtype="float32", microbatches=2)
