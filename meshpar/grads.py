@@ -25,12 +25,21 @@ class GradientSums:
     def __init__(
         self, params: dict[str, nn.Parameter], specs: dict[str, ParamSpec], mesh: Mesh, holders: dict[str, list[int]]
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.params = mesh, params
         self.copied = [(p, holders[n]) for n, p in params.items() if len(holders[n]) > 1]
         self.partial = [(p, specs[n]) for n, p in params.items() if specs[n].partial]
         self.padded = [(p, specs[n]) for n, p in params.items() if specs[n].hold_zero]
         self.rank = mesh.rank("tp")
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
+
+    def refuse_hooks(self) -> None:
+        """FSDP never runs a hook on a gradient, or before the sums here and once for each microbatch."""
+        for name, p in self.params.items():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise RuntimeError(
+                    f"{name} has a hook on its gradient, which would not see the sum over the mesh; remove it and use "
+                    ".grad after forward_backward or backward"
+                )
 
     def set_aside(self) -> None:
         """Take earlier backwards' gradients of the parameters that `finish` sums out of its way."""

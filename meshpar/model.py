@@ -201,8 +201,13 @@ class ParallelModel(nn.Module):
         return self._runner.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False):
-        """Load what `state_dict` gave, on the same mesh."""
-        return self._runner.model.load_state_dict(state_dict, strict, assign)
+        """Load what `state_dict` gave, on the same mesh; values are copied, and ``assign`` is refused."""
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) would put other parameters in place of those whose gradients are summed "
+                "over the mesh; leave assign out, and values are copied into them"
+            )
+        return self._runner.model.load_state_dict(state_dict, strict)
 
     # Training
 
@@ -215,15 +220,15 @@ class ParallelModel(nn.Module):
         Returns the sum of token losses divided by the number of counted tokens, both over the global batch: a float32
         scalar, equal on every rank. Gradients of that same value are added to ``.grad``.
         """
-        batches = self._prepare(batch)
-        try:
-            self._sums.set_aside()
-            loss = self._pipeline.train_step(batches)
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "forward_backward makes gradients, and torch.no_grad() or torch.inference_mode() is active; "
                 "eval_loss(batch) gives the loss alone"
             )
+        batches = self._prepare(batch)
+        try:
+            self._sums.set_aside()
+            loss = self._pipeline.train_step(batches)
             self._sums.finish()
         except BaseException:
             self._sums.discard()
@@ -335,6 +340,7 @@ class ParallelModel(nn.Module):
 
     def _prepare(self, batch: Batches) -> list[tuple[Batch, int]]:
         self._check_values()
+        self._sums.refuse_hooks()
         return self._loss.prepare(batch)
 
     def _check_values(self) -> None:

@@ -111,6 +111,54 @@ def full_tensors_of(what: str) -> str:
     return "no error"
 
 
+def messages_of(config: dict, *actions) -> list[str]:
+    """What each of ``actions`` on a model and this rank's rows ends in."""
+    model, messages = make(config), []
+    own = rows_of_rank(models.make_batch(), model.mesh)
+    for action in actions:
+        try:
+            action(model, own)
+        except (RuntimeError, ValueError) as error:
+            messages.append(str(error))
+        else:
+            messages.append("no error")
+    return messages
+
+
+def assign_state(model, own: dict) -> None:
+    """Parameters in place of the model's own."""
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def step_without_gradients(model, own: dict) -> None:
+    """A step under no_grad."""
+    with torch.no_grad():
+        model.forward_backward(own)
+
+
+def step_with_a_hook(model, own: dict) -> None:
+    """An optimizer's step in the backward, as torch's tutorial has it; the hook is removed afterwards."""
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+    try:
+        model.forward_backward(own)
+    finally:
+        handle.remove()
+
+
+def call_with_a_hook(model, own: dict) -> None:
+    """The same as a module, and a hook that changes the gradient."""
+    handle = next(model.parameters()).register_hook(lambda grad: grad * 0)
+    try:
+        model(**own)
+    finally:
+        handle.remove()
+
+
+def step(model, own: dict) -> None:
+    """A plain step."""
+    model.forward_backward(own)
+
+
 def first_run_in_inference_mode(config: dict, batch: dict) -> dict:
     """Evaluation and, where there is no pipeline, calls under torch.inference_mode(); then a step."""
     model = make(config)

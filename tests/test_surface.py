@@ -63,6 +63,15 @@ def test_full_tensors_of_something_else_are_refused(pool):
     assert message == 'full_tensors takes "param" or "grad", not \'x\''
 
 
+def test_what_would_go_past_the_sums_over_the_mesh_is_refused(pool):
+    actions = (jobs.assign_state, jobs.step_without_gradients, jobs.step_with_a_hook, jobs.call_with_a_hook, jobs.step)
+    for assign, no_grad, *hooks, last in pool.run(2, jobs.messages_of, dict(tp=2), *actions):
+        assert assign.startswith("load_state_dict(assign=True) would put other parameters in place")
+        assert no_grad.startswith("forward_backward makes gradients, and torch.no_grad() or")
+        assert all(text.startswith("model.embed_tokens.weight has a hook on its gradient") for text in hooks)
+        assert last == "no error"
+
+
 @pytest.mark.parametrize("config", [dict(dp_shard=2, tp=2), mesh_config(2, 1, 2), mesh_config(2, 2, 1)], ids=str)
 def test_a_model_that_ran_in_inference_mode_trains(pool, config):
     batch = models.make_batch(kind="ragged")
