@@ -14,6 +14,7 @@ from accelerate import ParallelismConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .batch import make_batch
 from .config import ParallelConfig
 from .dropout import dropout_names
 from .grads import local
@@ -126,6 +127,8 @@ def verify(
             "the rest is as it will be in training"
         )
     batch = random_batch(parallel) if batch is None else dict(batch)
+    if make_batch(batch, torch.device("cpu"), parallel._full.vocab_size).attention_mask is None:
+        batch.pop("attention_mask", None)  # beside a mask of ones one process would not look for packed documents
     parallel.train(not dropout_names(parallel._runner.model))
     reference = _reference(model, parallel)
     own = _rows_of_rank(batch, parallel)

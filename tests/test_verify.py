@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests import jobs_verify, models
 
@@ -22,6 +23,14 @@ def test_a_right_mesh_passes(pool, config, kind):
         assert len(report.gradients) == 46
         assert report.worst in report.gradients
         assert report.logits_max_abs < 1e-4
+
+
+def test_packed_documents_beside_a_mask_of_ones_are_verified(pool):
+    """One process has to look for the documents as the mesh does."""
+    batch = models.make_batch(kind="packed")
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    for report in pool.run(2, jobs_verify.verify, dict(tp=2), "llama", None, batch):
+        assert report.ok, str(report)
 
 
 def test_a_directory_of_weights_is_verified_against_from_pretrained(pool, tmp_path):
