@@ -29,7 +29,7 @@ from .grads import GradientSums, clip_, global_norm, pieces
 from .load import Reader, load_buffers, meta_copy, open_model
 from .mesh import Mesh, adopt_mesh, build_mesh, config_for_mesh, default_device, init_distributed, on_first_rank
 from .overrides import Style
-from .pipeline import Pipeline
+from .pipeline import Pipeline, no_inference_mode
 from .probe import check_shapes
 from .split import Runner, split_model
 from .stages import stage_ranges, stage_ranks, stages_of_rank
@@ -42,6 +42,7 @@ from .weights_out import own_code, write_pretrained
 log = logging.getLogger("meshpar")
 
 
+@no_inference_mode()
 def parallelize_model(
     model: str | Path | PreTrainedConfig | PreTrainedModel,
     config: ParallelConfig | ParallelismConfig | None = None,
