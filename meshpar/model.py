@@ -182,6 +182,13 @@ class ParallelModel(nn.Module):
         """The device mesh: pp, dp (or dp_replicate and dp_shard), tp."""
         return self._mesh.device_mesh
 
+    def __reduce_ex__(self, protocol):
+        """Not supported: raises RuntimeError with what to do instead of a copy or pickle."""
+        raise RuntimeError(
+            "a ParallelModel holds process groups, which cannot be copied or pickled; save_pretrained(directory), or "
+            "save each rank's state_dict()"
+        )
+
     # Names: the skeleton is a Hugging Face model, so its own names are the right ones.
 
     def named_parameters(
@@ -260,6 +267,7 @@ class ParallelModel(nn.Module):
                 "use forward_backward(batch) to train and eval_loss(batch) to evaluate"
             )
         if labels is None:
+            self._refuse_autocast()
             batch = make_batch(
                 {"input_ids": input_ids, "labels": input_ids, **inputs}, self._mesh.device, self._full.vocab_size
             )
@@ -342,12 +350,20 @@ class ParallelModel(nn.Module):
 
     def _prepare(self, batch: Batches) -> list[tuple[Batch, int]]:
         self._check_values()
+        self._refuse_autocast()
         self._sums.refuse_hooks()
         return self._loss.prepare(batch)
 
     def _check_values(self) -> None:
         if self._mesh.device.type == "meta":
             raise RuntimeError('a model on device="meta" has names, shapes and placements, but no values')
+
+    def _refuse_autocast(self) -> None:
+        if torch.is_autocast_enabled(self._mesh.device.type):
+            raise RuntimeError(
+                "torch.autocast is active; ParallelConfig's compute_dtype says what forward and backward compute in: "
+                f"leave autocast out, it is {self.parallel_config.compute_dtype} here"
+            )
 
     def _whole_logits(self, logits: Tensor) -> Tensor:
         if self._mesh.size("tp") == 1:

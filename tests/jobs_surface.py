@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 import os
 import sys
@@ -154,16 +156,39 @@ def call_with_a_hook(model, own: dict) -> None:
         handle.remove()
 
 
+def step_with_autocast(model, own: dict) -> None:
+    """A step as mixed precision is written without meshpar."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.forward_backward(own)
+
+
+def call_with_autocast(model, own: dict) -> None:
+    """Logits in the same way."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(own["input_ids"])
+
+
+def copy_model(model, own: dict) -> None:
+    """A copy, as for a moving average of the weights."""
+    copy.deepcopy(model)
+
+
+def pickle_model(model, own: dict) -> None:
+    """The whole model in a file."""
+    torch.save(model, io.BytesIO())
+
+
 def step(model, own: dict) -> None:
     """A plain step."""
     model.forward_backward(own)
 
 
 def first_run_in_inference_mode(config: dict, batch: dict) -> dict:
-    """Evaluation and, where there is no pipeline, calls under torch.inference_mode(); then a step."""
-    model = make(config)
-    own = rows_of_rank(batch, model.mesh)
+    """Everything but a step under torch.inference_mode(): set-up, evaluation and, without a pipeline, calls."""
+    source = models.tiny_model()
     with torch.inference_mode():
+        model = make(config, source=source)
+        own = rows_of_rank(batch, model.mesh)
         losses = [model.eval_loss(own).item()]
         if model.parallel_config.pp == 1:
             losses.append(model(**own).loss.item())

@@ -72,6 +72,16 @@ def test_what_would_go_past_the_sums_over_the_mesh_is_refused(pool):
         assert last == "no error"
 
 
+def test_autocast_and_copies_are_refused_with_what_to_do_instead(pool):
+    actions = (jobs.step_with_autocast, jobs.call_with_autocast, jobs.copy_model, jobs.pickle_model, jobs.step)
+    for step, call, copied, pickled, last in pool.run(2, jobs.messages_of, dict(tp=2), *actions):
+        assert step == call
+        assert step.startswith("torch.autocast is active; ParallelConfig's compute_dtype says what")
+        assert copied == pickled
+        assert copied.startswith("a ParallelModel holds process groups, which cannot be copied or pickled")
+        assert last == "no error"
+
+
 @pytest.mark.parametrize("config", [dict(dp_shard=2, tp=2), mesh_config(2, 1, 2), mesh_config(2, 2, 1)], ids=str)
 def test_a_model_that_ran_in_inference_mode_trains(pool, config):
     batch = models.make_batch(kind="ragged")
