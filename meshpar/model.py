@@ -223,8 +223,8 @@ class ParallelModel(nn.Module):
         """Loss and gradients of one global batch, of which ``batch`` is this data-parallel rank's part.
 
         ``batch``: input_ids, labels and optionally attention_mask, position_ids, each [batch, seq]; the same on all pp
-        and tp ranks of a dp rank. A list of batches (the same number on every rank) is accumulated as one. Documents are
-        kept apart where position_ids restart, also beside a mask of ones, where transformers would join them.
+        and tp ranks of a dp rank. A list of batches (the same number on every rank) is accumulated as one. Documents
+        are kept apart where position_ids restart, also beside a mask of ones, where transformers would join them.
 
         Returns the sum of token losses divided by the number of counted tokens, both over the global batch: a float32
         scalar, equal on every rank. Gradients of that same value are added to ``.grad``.
