@@ -9,7 +9,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from . import recipe_yaml
 from .config import ConfigError, ParallelConfig, check_torch_version, divisors, nearest
@@ -17,6 +17,7 @@ from .recipe_errors import RecipeError, problem_lines
 from .schedules import accepts_microbatches, microbatches_around, why_refused
 
 Dtype = Literal["float32", "bfloat16"]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ would else be a directory of that name
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -39,7 +40,7 @@ class Model(Section):
     `trust_remote_code`: run Python code that comes with it.
     """
 
-    path: str
+    path: PathText
     dtype: Dtype = "float32"
     init: Literal["pretrained", "random"] = "pretrained"
     trust_remote_code: bool = False
@@ -76,11 +77,11 @@ class Data(Section):
     `split` and `eval_split` are for `datasets` names; `eval_split` None is `split`.
     """
 
-    path: str
+    path: PathText
     format: Literal["text", "instruct", "chat"]
     seq_len: Count = 1024
     pack: bool = True
-    eval_path: str | None = None
+    eval_path: PathText | None = None
     split: str = "train"
     eval_split: str | None = None
     shuffle: bool = True
@@ -127,7 +128,7 @@ class Checkpoint(Section):
     every: Count | None = None
     keep: Count = 2
     async_: bool = Field(True, alias="async")
-    resume: str = "auto"
+    resume: PathText = "auto"
     on_error: Literal["stop", "continue"] = "stop"
 
 
@@ -172,7 +173,7 @@ class Recipe(Section):
     guard: Guard = Guard()
     log: Log = Log()
     distributed: Distributed = Distributed()
-    output_dir: str
+    output_dir: PathText
 
     @model_validator(mode="after")
     def _steps_agree(self) -> Self:
