@@ -208,6 +208,16 @@ def test_resume_from_a_path(pool, no_dropout, stopped, tmp_path):
     assert warnings[0] == ["optim.weight_decay stays 0.1, as the checkpoint has it; the recipe says 0.5"]
 
 
+def test_settings_that_stay_are_those_that_are_used(pool, no_dropout, stopped, tmp_path):
+    """The recipe of a checkpoint may have asked for others, which its run did not take either."""
+    run = tmp_path / "run"
+    shutil.copytree(stopped / "part", run)
+    changed = train(pool, recipe(no_dropout, run, DP2, optim__lr=0.5, train__stop_at=4))
+    assert changed[0] == ["optim.lr stays 0.01, as the checkpoint has it; the recipe says 0.5"]
+    assert train(pool, recipe(no_dropout, run, DP2)) == [[], []]
+    assert numbers(run) == numbers(stopped / "whole")
+
+
 def test_resume_from_no_checkpoint_is_refused(pool, no_dropout, tmp_path):
     with pytest.raises(AssertionError, match=r"checkpoint\.resume=.* cannot be used: .* it has no meshpar\.json"):
         train(pool, recipe(no_dropout, tmp_path, ONE, checkpoint__resume=str(tmp_path)))

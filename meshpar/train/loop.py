@@ -225,7 +225,7 @@ class Job:
         """Continue where `state` was taken; None is the start."""
         if state is None:
             return
-        _warn_of_changes(state["recipe"]["optim"], self.recipe)
+        _warn_of_changes(self.optimizer, self.recipe)
         self.step = state["step"]
         self.tokens.fill_(state["tokens"])
         self.schedule.load_state_dict(state["schedule"])
@@ -253,12 +253,14 @@ class Job:
         return value
 
 
-def _warn_of_changes(before: Mapping[str, Any], recipe: Recipe) -> None:
+def _warn_of_changes(optimizer: Optimizer, recipe: Recipe) -> None:
     """The optimizer continues with the settings it was saved with: say so where the recipe has others by now."""
-    now = recipe.optim.model_dump(mode="json")
-    for key in ("lr", "weight_decay", "betas", "eps"):
-        if before.get(key, now[key]) != now[key]:
-            log.warning("optim.%s stays %s, as the checkpoint has it; the recipe says %s", key, before[key], now[key])
+    decayed = optimizer.param_groups[0]
+    now = recipe.optim.model_dump()
+    for key, setting in (("lr", "initial_lr"), ("weight_decay",) * 2, ("betas",) * 2, ("eps",) * 2):
+        kept = decayed[setting]
+        if (tuple(kept) if key == "betas" else kept) != now[key]:
+            log.warning("optim.%s stays %s, as the checkpoint has it; the recipe says %s", key, kept, now[key])
 
 
 def _check_model(recipe: Recipe, config: ParallelConfig) -> None:
