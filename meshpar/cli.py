@@ -100,8 +100,12 @@ def plan(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> int:
     """Write a training checkpoint as a Hugging Face directory."""
     from .checkpoint import export as export_checkpoint
+    from .checkpoint_files import CheckpointError
 
-    export_checkpoint(args.checkpoint, args.out_dir, trust_remote_code=args.trust_remote_code)
+    try:
+        export_checkpoint(args.checkpoint, args.out_dir, trust_remote_code=args.trust_remote_code)
+    except CheckpointError as problem:
+        raise ConfigError(f"{problem}.") from None
     return 0
 
 

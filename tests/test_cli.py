@@ -158,6 +158,11 @@ def test_error_on_one_rank_ends_all_with_that_error_alone(tmp_path):
     assert "traceback : meshpar: error on rank 1" in done.stderr, "torchrun's own summary must say the reason too"
 
 
+def test_export_of_no_checkpoint_is_bad_usage(tmp_path, capsys):
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"meshpar: {tmp_path} is no complete checkpoint: it has no meshpar.json.\n"
+
+
 def test_error_on_every_rank_is_reported_once(tmp_path):
     done, messages = torchrun(tmp_path, "everywhere")
     assert done.returncode == 1

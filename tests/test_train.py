@@ -218,6 +218,30 @@ def test_settings_that_stay_are_those_that_are_used(pool, no_dropout, stopped, t
     assert numbers(run) == numbers(stopped / "whole")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("data__path", "no.jsonl", r"data\.path: no\.jsonl: no such file"),
+        ("data__eval_path", "no.jsonl", r"data\.eval_path: no\.jsonl: no such file"),
+        ("model__path", "/no/model", r"model\.path: the config of /no/model cannot be used"),
+        ("train__seed", 1, r"checkpoint\.resume: the checkpoint's place is in other data \(seed 0 there, 1 here\)"),
+        ("model__dtype", "bfloat16", r"checkpoint\.resume: .* stored in float32 there, bfloat16 here"),
+    ],
+)
+def test_what_a_recipe_names_and_cannot_be_used_is_a_recipe_that_cannot_run(
+    pool, no_dropout, stopped, tmp_path, key, value, message
+):
+    shutil.copytree(stopped / "part", tmp_path / "run")
+    with pytest.raises(AssertionError, match=rf"RecipeError: {message}"):
+        train(pool, recipe(no_dropout, tmp_path / "run", ONE, **{key: value}))
+
+
+def test_an_output_dir_that_cannot_be_made_is_a_recipe_that_cannot_run(pool, no_dropout, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AssertionError, match=r"RecipeError: output_dir=.*file cannot be written: .*File exists"):
+        train(pool, recipe(no_dropout, tmp_path / "file", ONE))
+
+
 def test_resume_from_no_checkpoint_is_refused(pool, no_dropout, tmp_path):
     with pytest.raises(AssertionError, match=r"checkpoint\.resume=.* cannot be used: .* it has no meshpar\.json"):
         train(pool, recipe(no_dropout, tmp_path, ONE, checkpoint__resume=str(tmp_path)))

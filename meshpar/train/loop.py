@@ -64,7 +64,8 @@ def run(recipe: Recipe, device: torch.device | str | None = None) -> None:
         job = Job.begin(recipe, device)
         watcher = watch.current()
         checkpoints = Checkpoints(recipe, watcher.started_at() if watcher else None)
-        job.load_state(checkpoints.resume(job.model, job.optimizer))
+        with _blaming("checkpoint.resume"):
+            job.load_state(checkpoints.resume(job.model, job.optimizer))
         if watcher:
             watcher.set_started_at(job.step)
         metrics = Metrics(recipe, job.model, console, job.step, int(job.tokens.item()))
@@ -159,7 +160,8 @@ class Job:
         rows, eval_rows, pad_id = _load_data(recipe)
         mark("load")
         model = _load_model(recipe, config, device)
-        check_vocabulary([*rows, *eval_rows], model.config.get_text_config().vocab_size)
+        with _blaming("data.path"):
+            check_vocabulary([*rows, *eval_rows], model.config.get_text_config().vocab_size)
         optimizer = make_optimizer(model, recipe.optim)
         schedule = make_schedule(optimizer, recipe.optim, recipe.train.steps)
         batches = _make_batches(recipe, rows, pad_id)
@@ -265,7 +267,8 @@ def _warn_of_changes(optimizer: Optimizer, recipe: Recipe) -> None:
 
 def _check_model(recipe: Recipe, config: ParallelConfig) -> None:
     """Refuse a mesh that the model's sizes do not allow, before its data is read."""
-    hf_config = read_config(recipe.model.path, recipe.model.trust_remote_code)
+    with _blaming("model.path"):
+        hf_config = read_config(recipe.model.path, recipe.model.trust_remote_code)
     try:
         check_model(config, hf_config)
     except ConfigError as error:
@@ -273,13 +276,27 @@ def _check_model(recipe: Recipe, config: ParallelConfig) -> None:
 
 
 def _load_data(recipe: Recipe) -> tuple[list[Row], list[Row], int]:
-    tokenizer, data = read_tokenizer(recipe.model.path, recipe.model.trust_remote_code), recipe.data
+    data = recipe.data
+    with _blaming("model.path"):
+        tokenizer = read_tokenizer(recipe.model.path, recipe.model.trust_remote_code)
 
-    def load(path: str, split: str) -> list[Row]:
-        return load_rows(path, data.format, tokenizer, data.seq_len, data.pack, split)
+    def load(key: str, path: str, split: str) -> list[Row]:
+        with _blaming(f"data.{key}"):
+            return load_rows(path, data.format, tokenizer, data.seq_len, data.pack, split)
 
-    eval_rows = load(data.eval_path, data.eval_split or data.split) if data.eval_path else []
-    return load(data.path, data.split), eval_rows, pad_token_id(tokenizer)
+    eval_rows = load("eval_path", data.eval_path, data.eval_split or data.split) if data.eval_path else []
+    return load("path", data.path, data.split), eval_rows, pad_token_id(tokenizer)
+
+
+@contextmanager
+def _blaming(key: str) -> Iterator[None]:
+    """What the recipe names and cannot be used is a recipe that cannot run."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise RecipeError([f"{key}: {error}"]) from error
 
 
 def _make_batches(recipe: Recipe, rows: list[Row], pad_id: int) -> GlobalBatches:
@@ -305,8 +322,11 @@ def _write_recipe(recipe: Recipe, config: ParallelConfig) -> None:
     sizes = {name: getattr(config, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
     resolved = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=sizes)})
     out = Path(recipe.output_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "recipe.yaml").write_text(resolved.dump_yaml(), encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "recipe.yaml").write_text(resolved.dump_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise RecipeError([f"output_dir={recipe.output_dir} cannot be written: {error}."]) from error
 
 
 def _set_deterministic(wanted: bool) -> None:
