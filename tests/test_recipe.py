@@ -61,7 +61,9 @@ def test_example_of_the_documentation(recipe_file):
 
 def test_paths_may_start_at_the_home_directory(recipe_file, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    overrides = [f"{key}=~/x" for key in ("model.path", "data.path", "data.eval_path", "checkpoint.resume", "output_dir")]
+    overrides = [
+        f"{key}=~/x" for key in ("model.path", "data.path", "data.eval_path", "checkpoint.resume", "output_dir")
+    ]
     recipe = load_recipe(recipe_file, overrides)
     paths = (recipe.model.path, recipe.data.path, recipe.data.eval_path, recipe.checkpoint.resume, recipe.output_dir)
     assert paths == ("/home/me/x",) * 5
