@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 success, 1 a failed run or check, 2 bad usage or a bad recipe."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -252,6 +252,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, run in (("train", train), ("verify", verify)):
         job = _command(commands, name, run)
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes positional arguments from one place only, but overrides may stand behind options, too."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        if not hasattr(args, "overrides") or any(argument.startswith("-") for argument in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
         job.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
         job.add_argument("overrides", metavar="key=value", nargs="*", help="e.g. parallel.tp=2 optim.lr=1e-5")
     _add_show(_command(commands, "show", show))

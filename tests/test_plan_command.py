@@ -182,6 +182,14 @@ def test_search_ranks_and_writes_a_recipe_that_loads(tiny, tmp_path, capsys):
     }
     assert main(["plan", tiny, *options, "--write", str(written)]) == 2
     assert "exists already" in capsys.readouterr().err
+    assert main(["plan", tiny, *options, "--write", str(written / "deeper")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+
+
+def test_overrides_may_stand_behind_options(capsys):
+    options = ["--world-size", "6", "--device", "cpu"]
+    assert main(["plan", "smollm2-135m-demo", *options, "model.path=missing"]) == 2
+    assert "missing" in capsys.readouterr().err
 
 
 def test_recipe_with_overrides_is_planned_written_and_drawn(tiny, tmp_path, capsys):
