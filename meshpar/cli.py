@@ -74,7 +74,10 @@ def show(args: argparse.Namespace) -> int:
     config = ParallelConfig(**{name: getattr(args, name) for name in names})
     from .show import show as show_plan
 
-    print(show_plan(args.model, config, args.trust_remote_code))
+    try:
+        print(show_plan(args.model, config, args.trust_remote_code))
+    except ValueError as error:  # a model that cannot be read, or not be laid out so, is bad usage
+        raise ConfigError(str(error)) from error
     return 0
 
 
@@ -132,6 +135,8 @@ def copy_recipe(args: argparse.Namespace) -> int:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{args.file} exists already; give a new file name.") from None
+    except OSError as error:
+        raise ConfigError(f"{args.file} cannot be written: {error.strerror}.") from None
     return 0
 
 
@@ -247,11 +252,6 @@ def _status_of_workers(error: ChildFailedError, attempt: Path) -> int:
     return BAD_USAGE if first.exitcode == BAD_USAGE else FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshpar", description="Train a Hugging Face model on a pp x dp x tp mesh.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, run in (("train", train), ("verify", verify)):
-        job = _command(commands, name, run)
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes positional arguments from one place only, but overrides may stand behind options, too."""
     parser = _parser()
@@ -263,6 +263,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshpar", description="Train a Hugging Face model on a pp x dp x tp mesh.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, run in (("train", train), ("verify", verify)):
+        job = _command(commands, name, run)
         job.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
         job.add_argument("overrides", metavar="key=value", nargs="*", help="e.g. parallel.tp=2 optim.lr=1e-5")
     _add_show(_command(commands, "show", show))

@@ -83,7 +83,17 @@ def test_recipe_is_printed(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["train"], ["show"], ["show", "m", "--tp", "two"], ["recipes", "cp"]]
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["train"],
+        ["train", "r.yaml", "--fast", "optim.lr=1"],
+        ["show"],
+        ["show", "m", "--tp", "two"],
+        ["show", "m", "--tp", "2", "optim.lr=1"],
+        ["recipes", "cp"],
+    ],
 )
 def test_bad_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -119,6 +129,17 @@ def test_every_problem_of_a_recipe_has_its_line(capsys):
 def test_show_refuses_a_setting_that_cannot_work(capsys):
     assert main(["show", "anything", "--pp", "2", "--schedule", "ZBVZeroBubble"]) == 2
     assert capsys.readouterr().err.startswith("meshpar: virtual_stages=1 does not work with schedule=ZBVZeroBubble")
+
+
+def test_show_of_what_is_no_model_is_bad_usage(tmp_path, capsys):
+    assert main(["show", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"meshpar: {tmp_path} has no config.json\n"
+
+
+def test_a_copy_into_no_directory_is_bad_usage(tmp_path, capsys):
+    target = tmp_path / "no" / "mine.yaml"
+    assert main(["recipes", "cp", "llama-3.1-8b", str(target)]) == 2
+    assert capsys.readouterr().err == f"meshpar: {target} cannot be written: No such file or directory.\n"
 
 
 def test_listing_recipes_imports_neither_torch_nor_transformers():

@@ -95,6 +95,9 @@ def _check_files(args: argparse.Namespace) -> None:
         check_picture(args.plot)
     if args.write is not None and args.write.exists():
         raise ConfigError(f"{args.write} exists already; give a new file name.")
+    for file in (args.write, args.plot):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{file} cannot be written: there is no directory {file.parent}.")
     if args.trace is not None and not args.trace.is_file():
         raise ConfigError(f"trace={str(args.trace)!r} is no file; a recipe with log.trace=true writes one.")
 
