@@ -139,6 +139,10 @@ def _resolve_config(
         config = ParallelConfig()
     elif isinstance(config, ParallelismConfig):
         config = ParallelConfig.from_accelerate(config)
+    elif not isinstance(config, ParallelConfig):
+        raise TypeError(
+            f"config is a {type(config).__name__}; pass a ParallelConfig or an accelerate.ParallelismConfig"
+        )
     if dtype is not None:
         config = replace(config, param_dtype=str(dtype).removeprefix("torch."))
     if mesh is not None:

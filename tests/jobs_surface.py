@@ -183,6 +183,14 @@ def step(model, own: dict) -> None:
     model.forward_backward(own)
 
 
+def set_up_by_a_dict(model, own: dict) -> None:
+    """A second model, its config as a recipe has it."""
+    try:
+        meshpar.parallelize_model(models.tiny_model(), dict(tp=2))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
 def first_run_in_inference_mode(config: dict, batch: dict) -> dict:
     """Everything but a step under torch.inference_mode(): set-up, evaluation and, without a pipeline, calls."""
     source = models.tiny_model()

@@ -72,6 +72,11 @@ def test_what_would_go_past_the_sums_over_the_mesh_is_refused(pool):
         assert last == "no error"
 
 
+def test_a_config_of_another_type_is_refused(pool):
+    [[message]] = pool.run(1, jobs.messages_of, dict(dp_shard=1), jobs.set_up_by_a_dict)
+    assert message == "config is a dict; pass a ParallelConfig or accelerate ParallelismConfig"
+
+
 def test_autocast_and_copies_are_refused_with_what_to_do_instead(pool):
     actions = (jobs.step_with_autocast, jobs.call_with_autocast, jobs.copy_model, jobs.pickle_model, jobs.step)
     for step, call, copied, pickled, last in pool.run(2, jobs.messages_of, dict(tp=2), *actions):
