@@ -74,7 +74,7 @@ def test_what_would_go_past_the_sums_over_the_mesh_is_refused(pool):
 
 def test_a_config_of_another_type_is_refused(pool):
     [[message]] = pool.run(1, jobs.messages_of, dict(dp_shard=1), jobs.set_up_by_a_dict)
-    assert message == "config is a dict; pass a ParallelConfig or accelerate ParallelismConfig"
+    assert message == "config is a dict; pass a ParallelConfig or an accelerate.ParallelismConfig"
 
 
 def test_autocast_and_copies_are_refused_with_what_to_do_instead(pool):
