@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import time
@@ -50,7 +51,18 @@ def init_distributed(
         else:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    atexit.unregister(_let_threads_go)
+    atexit.register(_let_threads_go)
     return device
+
+
+def _let_threads_go() -> None:
+    """Pause before Python is taken apart, so that gloo's threads let go of the last tensors, which takes Python's lock.
+
+    Later it is the end of the process, by SIGABRT: a run that was done would count as failed (torch's pull request
+    179291 describes it).
+    """
+    time.sleep(0.2)
 
 
 def _store_of_this_start(timeout: timedelta) -> dict[str, Any]:
