@@ -11,10 +11,12 @@ from transformers import LlamaConfig
 import meshpar
 from meshpar.cli import main
 from meshpar.config import ParallelConfig
+from meshpar.planner.chrome import write_trace
 from meshpar.planner.communication import Microbatches
 from meshpar.planner.forecast import room
 from meshpar.planner.job import open_job
 from meshpar.planner.search import HEADS, LAYERS, MEMORY, STATE, search
+from meshpar.planner.simulate import Timeline
 from meshpar.planner.skeleton import open_skeleton
 from meshpar.planner.study import Study
 from meshpar.recipe import load_recipe
@@ -227,6 +229,31 @@ def test_bad_usage_is_one_sentence(tiny, arguments, words, capsys):
     error = capsys.readouterr().err
     assert words in error
     assert error.startswith("meshpar: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--write", "no/best.yaml"], "no/best.yaml cannot be written; give a file in a directory that is there"),
+        (["--plot", "no/plan.html"], "no/plan.html cannot be written"),
+        (["--plot", "taken.html"], "taken.html cannot be written"),
+        (["--plot", "plan.html", "--trace", "none.json"], "trace='none.json' is no trace; a recipe with log.trace"),
+        (["--plot", "plan.html", "--trace", "cut.json"], "trace='cut.json' is no trace"),
+        (["--plot", "plan.html", "--trace", "other.json"], "trace='other.json' is no trace"),
+        (["--plot", "plan.html", "--trace", "two.json"], "trace='two.json' is of 2 processes, and world_size=8."),
+        (["--trace", "two.json"], "give --plot FILE, too."),
+    ],
+)
+def test_files_are_checked_before_anything_is_planned(tiny, options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.html").mkdir()
+    (tmp_path / "cut.json").write_text('{"traceEvents": [')
+    (tmp_path / "other.json").write_text('{"steps": 3}')
+    write_trace(tmp_path / "two.json", Timeline([[], []]))
+    assert main(["plan", tiny, "--world-size", "8", "--device", "cpu", *options]) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert not said.out
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from .job import is_recipe, open_job
 from .pictures import first_pipeline
 from .report import as_text, check_picture, draw, ranking_as_text, written
 from .search import search
+from .simulate import Timeline
 
 _FLAGS = {
     "pp": "parallel.pp",
@@ -40,6 +40,7 @@ _NOT_SEARCHED = ("seq_len", "global_size")
 def run(args: argparse.Namespace) -> int:
     """Forecast or search, print, and write what was asked for."""
     _check_files(args)
+    measured = _measured(args)
     flags = {name: value for name in _FLAGS if (value := getattr(args, name)) is not None}
     settings = _overrides(args.overrides) | {_FLAGS[name]: value for name, value in flags.items()}
     job = open_job(
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         best, text = _forecast(job), ""
         whole = best.as_dict()
     print(json.dumps(whole) if args.json else text + as_text(best, _started_from(args)))
-    _write(args, job, best)
+    _write(args, job, best, measured)
     return 0
 
 
@@ -91,15 +92,29 @@ def _overrides(assignments: list[str]) -> dict[str, Any]:
 
 
 def _check_files(args: argparse.Namespace) -> None:
+    """A search may take a minute: what cannot be written or read is refused before it."""
     if args.plot is not None:
         check_picture(args.plot)
     if args.write is not None and args.write.exists():
         raise ConfigError(f"{args.write} exists already; give a new file name.")
     for file in (args.write, args.plot):
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{file} cannot be written: there is no directory {file.parent}.")
-    if args.trace is not None and not args.trace.is_file():
-        raise ConfigError(f"trace={str(args.trace)!r} is no file; a recipe with log.trace=true writes one.")
+        if file is not None and (file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK)):
+            raise ConfigError(f"{file} cannot be written; give a file in a directory that is there and writable.")
+
+
+def _measured(args: argparse.Namespace) -> Timeline | None:
+    if args.trace is None:
+        return None
+    name = f"trace={str(args.trace)!r}"
+    if args.plot is None:
+        raise ConfigError(f"{name} is drawn beside the forecast; give --plot FILE, too.")
+    try:
+        found = read_trace(args.trace)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{name} is no trace; a recipe with log.trace=true writes one.") from error
+    if len(found.ranks) != args.world_size:
+        raise ConfigError(f"{name} is of {len(found.ranks)} processes, and world_size={args.world_size}.")
+    return found
 
 
 def _device(args: argparse.Namespace) -> Device:
@@ -119,10 +134,9 @@ def _started_from(args: argparse.Namespace) -> str:
     return str(args.write or (args.subject if is_recipe(args.subject) else "recipe.yaml"))
 
 
-def _write(args: argparse.Namespace, job: Job, best: MeshForecast) -> None:
+def _write(args: argparse.Namespace, job: Job, best: MeshForecast, measured: Timeline | None) -> None:
     if args.write is not None:
         recipe: Recipe = written(job.recipe, best)
         args.write.write_text(recipe.dump_yaml(), encoding="utf-8")
     if args.plot is not None:
-        measured = first_pipeline(read_trace(Path(args.trace)), best.config) if args.trace is not None else None
-        draw(args.plot, best, measured)
+        draw(args.plot, best, measured and first_pipeline(measured, best.config))
