@@ -194,6 +194,35 @@ def test_overrides_may_stand_behind_options(capsys):
     assert "missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "fixed"),
+    [
+        (["--pp", "2", "--schedule", "interleaved1f1b"], {"pp": 2, "schedule": "Interleaved1F1B"}),
+        (["--pp", "4", "--virtual-stages", "1"], {"pp": 4, "virtual_stages": 1}),
+        (["parallel.tp=2", "batch.micro_size=4"], {"tp": 2, "micro_size": 4}),
+        (["--schedule", "1F1B", "parallel.pp=2"], {"pp": 2, "schedule": "1F1B"}),
+        (["--dp-shard", "-1"], {}),
+    ],
+)
+def test_search_keeps_what_is_given_and_no_mesh_of_the_recipe(tiny, given, fixed, tmp_path, capsys):
+    mesh = {"pp": 2, "tp": 1, "schedule": "ZBVZeroBubble", "virtual_stages": 2, "stage_layers": [1, 1, 1, 1]}
+    raw = make_recipe(tmp_path, tmp_path / "out", mesh, batch__global_size=32, model__path=tiny)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(raw))
+    options = ["--world-size", "8", "--device", "cpu", "--search"]
+    assignments, flags = [x for x in given if "=" in x], [x for x in given if "=" not in x]
+    found = command(capsys, str(tmp_path / "recipe.yaml"), *assignments, *options, *flags)
+    for row in found["search"]["ranking"]:
+        settings = row["mesh"] | row["settings"]
+        assert settings | fixed == settings
+    assert len(found["search"]["ranking"]) > 1
+
+
+@pytest.mark.parametrize("assignment", ["parallel.microbatches=2", "parallel.stage_layers=[1,3]"])
+def test_search_refuses_what_it_would_not_keep(tiny, assignment, capsys):
+    assert main(["plan", tiny, assignment, "--world-size", "2", "--device", "cpu", "--search"]) == 2
+    assert "cannot be given to --search" in capsys.readouterr().err
+
+
 def test_recipe_with_overrides_is_planned_written_and_drawn(tiny, tmp_path, capsys):
     raw = make_recipe(tmp_path, tmp_path / "out", {"pp": 2, "tp": 2}, batch__global_size=8, model__path=tiny)
     (tmp_path / "recipe.yaml").write_text(json.dumps(raw))
@@ -221,7 +250,12 @@ def test_recipe_with_overrides_is_planned_written_and_drawn(tiny, tmp_path, caps
             "batch.micro_size=2 does not divide",
         ),
         (["--device", "cpu", "--plot", "plan.svg"], "plot='plan.svg' must end in .html or .png"),
-        (["--device", "cpu", "--search", "--tp", "8", "--pp", "8"], "none of"),
+        (
+            ["--device", "cpu", "--search", "--tp", "8", "--pp", "8"],
+            "none of the settings for world_size=8 has pp=8, tp=8",
+        ),
+        (["--device", "cpu", "--search", "--schedule", "GPipe", "--pp", "2", "--virtual-stages", "2"], "none of"),
+        (["--device", "cpu", "--search", "--pp", "0"], "pp=0 must be a whole number of at least 1"),
     ],
 )
 def test_bad_usage_is_one_sentence(tiny, arguments, words, capsys):

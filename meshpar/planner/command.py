@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ..config import ConfigError
+from ..config import ConfigError, ParallelConfig
 from ..recipe import Recipe
 from ..recipe_yaml import YamlProblem, override
 from .calibrate import calibrate_machine, device_here
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     measured = _measured(args)
     flags = {name: value for name in _FLAGS if (value := getattr(args, name)) is not None}
     settings = _overrides(args.overrides) | {_FLAGS[name]: value for name, value in flags.items()}
+    fixed = _fixed(settings) if args.search else {}
     job = open_job(
         args.subject,
         settings,
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         search=args.search,
     )
     if args.search:
-        ranking = search(job, {name: _legal(job, name) for name in flags if name not in _NOT_SEARCHED})
+        ranking = search(job, fixed)
         best, whole = ranking.best[0], ranking.as_dict()
         text = f"{ranking_as_text(ranking)}\n\nThe first of them:\n\n"
     else:
@@ -72,9 +74,21 @@ def _forecast(job: Job) -> MeshForecast:
         raise ConfigError(str(error)) from error
 
 
-def _legal(job: Job, name: str) -> Any:
-    """The value of a flag as the recipe has it: names in their usual case."""
-    return job.recipe.batch.micro_size if name == "micro_size" else getattr(job.recipe.parallel_config(), name)
+def _fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a search leaves as it was given. Each is checked by itself: what it goes together with is searched."""
+    for key in ("parallel.microbatches", "parallel.stage_layers"):
+        if settings.get(key) is not None:
+            raise ConfigError(f"{key}={settings[key]} cannot be given to --search, which has its own for every mesh.")
+    given = {name: settings[key] for name, key in _FLAGS.items() if key in settings and name not in _NOT_SEARCHED}
+    return {name: _legal(name, value) for name, value in given.items() if value != -1}
+
+
+def _legal(name: str, value: Any) -> Any:
+    """The value as a config has it: names in their usual case."""
+    if name == "micro_size":
+        return value
+    alone: dict[str, Any] = {"dp_shard": 1, name: value}
+    return getattr(ParallelConfig(**alone), name)
 
 
 def _overrides(assignments: list[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .study import Study
 
 Subject = str | os.PathLike[str] | Recipe | PreTrainedConfig | PreTrainedModel
 SEQ_LEN = 8192  # of a model for which none is given
+_SEARCHED = {"parallel.pp": 1, "parallel.microbatches": None, "parallel.stage_layers": None}
 _OF_A_MODEL: dict[str, Any] = {
     "data": {"path": "train.jsonl", "format": "text", "seq_len": SEQ_LEN, "pack": False},
     "batch": {"global_size": 1},
@@ -94,6 +95,7 @@ def open_job(
     raw = _raw(subject)
     is_model = "output_dir" not in raw
     _lay_over(raw, {"output_dir": "out/plan", **settings} if is_model else settings)
+    _lay_over(raw, _SEARCHED if search else {})  # a given schedule needs not go with the mesh that the search replaces
     recipe = parse_recipe(raw)
     if is_model and "batch.global_size" not in settings:
         rows = world_size if search else _rows(recipe, world_size)

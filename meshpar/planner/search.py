@@ -107,6 +107,12 @@ class _Search:
                 self._examine(setting)
         for _, _, step, setting in self.queue:
             self.pruned[SLOWER] += len(self._pipelines(setting.config.pp)) if step == "shape" else 1
+        if not self.considered:
+            given, world = ", ".join(f"{name}={value}" for name, value in self.fixed.items()), self.job.world_size
+            raise ConfigError(
+                f"none of the settings for world_size={world} has {given}: sizes multiply to it, and a schedule says "
+                "how many stages a rank can have."
+            )
         if not best:
             reasons = "; ".join(f"{why}: {n}" for why, n in self.pruned.most_common())
             raise ConfigError(f"none of {self.considered} settings fits {self.job.device.name} ({reasons}).")
