@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch.distributed as dist
@@ -263,6 +264,28 @@ def test_bad_usage_is_one_sentence(tiny, arguments, words, capsys):
     error = capsys.readouterr().err
     assert words in error
     assert error.startswith("meshpar: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "laid_over"),
+    [
+        ([], []),
+        (["--tp", "2", "--global-size", "32"], ["parallel.tp=2", "batch.global_size=32"]),
+        (["--search", "--pp", "2", "--schedule", "GPipe"], ["parallel.pp=2", "parallel.schedule=GPipe"]),
+    ],
+)
+def test_launch_line_starts_what_was_planned(tiny, options, laid_over, tmp_path, capsys):
+    raw = make_recipe(tmp_path, tmp_path / "out", {}, batch__global_size=16, model__path=tiny)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(raw))
+    common = ["--world-size", "8", "--device", "cpu", *options]
+    found = command(capsys, str(tmp_path / "recipe.yaml"), *common)
+    assert main(["plan", str(tmp_path / "recipe.yaml"), *common]) == 0
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    name, *overrides = shlex.split(line)[shlex.split(line).index("train") + 1 :]
+    assert set(laid_over) <= set(overrides)
+    assert bool(laid_over) == bool(overrides)
+    again = command(capsys, name, *overrides, "--world-size", "8", "--device", "cpu")
+    assert {key: again[key] for key in ("mesh", "settings")} == {key: found[key] for key in ("mesh", "settings")}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import ConfigError, ParallelConfig
-from ..recipe import Recipe
+from ..recipe import Recipe, load_recipe
 from ..recipe_yaml import YamlProblem, override
 from .calibrate import calibrate_machine, device_here
 from .chrome import read_trace
@@ -19,7 +19,7 @@ from .devices import ACROSS, DEVICES, Device, device_named
 from .forecast import Job, MeshForecast, forecast
 from .job import is_recipe, open_job
 from .pictures import first_pipeline
-from .report import as_text, check_picture, draw, ranking_as_text, written
+from .report import as_text, changes, check_picture, draw, ranking_as_text, written
 from .search import search
 from .simulate import Timeline
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         best, text = _forecast(job), ""
         whole = best.as_dict()
-    print(json.dumps(whole) if args.json else text + as_text(best, _started_from(args)))
+    print(json.dumps(whole) if args.json else text + as_text(best, *_started_from(args, job, best)))
     _write(args, job, best, measured)
     return 0
 
@@ -144,8 +144,12 @@ def _device(args: argparse.Namespace) -> Device:
     return calibrate_machine(min(most, args.gpus_per_node, args.world_size), dtype).device(here)
 
 
-def _started_from(args: argparse.Namespace) -> str:
-    return str(args.write or (args.subject if is_recipe(args.subject) else "recipe.yaml"))
+def _started_from(args: argparse.Namespace, job: Job, best: MeshForecast) -> list[str]:
+    if args.write is not None:
+        return [str(args.write)]
+    if not is_recipe(args.subject):
+        return ["recipe.yaml"]
+    return [args.subject, *changes(load_recipe(args.subject), written(job.recipe, best))]
 
 
 def _write(args: argparse.Namespace, job: Job, best: MeshForecast, measured: Timeline | None) -> None:

@@ -95,11 +95,14 @@ def spans(
     return [Span(dim, place.reach(dim), as_is - without(dim)) for dim in spread]
 
 
-def launch_lines(config: ParallelConfig, per_node: int, recipe: str) -> str:
-    """How to start the job: on one node, or on each of several, and the same under SLURM."""
+def launch_lines(config: ParallelConfig, per_node: int, *recipe: str) -> str:
+    """How to start the job: on one node, or on each of several, and the same under SLURM.
+
+    ``recipe``: its name, and any `key=value` laid over it.
+    """
     world = config.world_size
     nodes, here = -(-world // per_node), min(world, per_node)
-    job = f"-m meshpar train {shlex.quote(recipe)}"
+    job = f"-m meshpar train {shlex.join(recipe)}"
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node {here} {job}\n"
     if world % per_node:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..config import ConfigError
 from ..recipe import Recipe, parse_recipe
@@ -22,11 +24,11 @@ _COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "loss", "t
 _PICTURES = {".html": write_html, ".png": write_png}
 
 
-def as_text(found: MeshForecast, recipe: str) -> str:
-    """A forecast for people; ``recipe``: what the job will be started from."""
+def as_text(found: MeshForecast, *recipe: str) -> str:
+    """A forecast for people; ``recipe``: what the job will be started from, and any `key=value` laid over it."""
     parts = [_head(found), _memory(found), _communication(found), _time(found)]
     parts += [f"Warning: {span}." for span in found.spans]
-    parts += [launch_lines(found.config, found.per_node, recipe).rstrip()]
+    parts += [launch_lines(found.config, found.per_node, *recipe).rstrip()]
     parts += [ADVICE.rstrip()] if found.config.world_size > found.per_node else []
     return "\n\n".join(parts)
 
@@ -55,6 +57,19 @@ def written(recipe: Recipe, found: MeshForecast) -> Recipe:
     raw["parallel"]["stage_layers"] = list(c.stage_layers) if c.stage_layers else None
     raw["batch"]["micro_size"] = found.batch.rows
     return parse_recipe(raw)
+
+
+def changes(before: Recipe, after: Recipe) -> list[str]:
+    """What to lay over a recipe to have another one; a size that is whatever is left stays so."""
+    old, new = _flat(before), _flat(after)
+    found = {key: value for key, value in new.items() if value != old[key] and old[key] != -1}
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in found.items()]
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    raw = recipe.model_dump(mode="json", by_alias=True)
+    sections = {name: keys if isinstance(keys, dict) else {"": keys} for name, keys in raw.items()}
+    return {f"{name}.{key}".rstrip("."): value for name, keys in sections.items() for key, value in keys.items()}
 
 
 def check_picture(path: Path) -> None:
