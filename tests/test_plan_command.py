@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 import meshpar
 from meshpar.cli import main
@@ -111,6 +111,13 @@ def test_frozen_parameters_are_planned_and_a_frozen_model_is_refused(schedule):
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of LlamaForCausalLM trains, so there is no training step"):
         meshpar.plan(model, config, **sizes)
+
+
+def test_more_positions_than_the_model_has_are_refused():
+    model = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, vocab_size=256)
+    assert meshpar.plan(model, world_size=2, device="h100-80gb", seq_len=128).fits
+    with pytest.raises(ValueError, match="an embedding of 128 positions, and a row asks for number 128"):
+        meshpar.plan(model, world_size=2, device="h100-80gb", seq_len=129)
 
 
 @pytest.fixture(scope="module")

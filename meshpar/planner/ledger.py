@@ -76,6 +76,8 @@ class Ledger(NoData):
         return out
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _aten.embedding.default:
+            _check_positions(*args[:2])
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if any(t.is_meta for t in given):
             return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -94,6 +96,15 @@ class Ledger(NoData):
 
     def _drop(self, key: int) -> None:
         self.live -= self._owned.pop(key)[1]
+
+
+def _check_positions(table: Tensor, wanted: Tensor) -> None:
+    """Of what is looked up, only positions are computed; on the meta device a table has no end."""
+    if not wanted.is_meta and wanted.max() >= len(table):
+        raise ValueError(
+            f"the model has an embedding of {len(table)} positions, and a row asks for number {wanted.max()}; give a "
+            "smaller data.seq_len."
+        )
 
 
 def _on_meta(tree: Any) -> Any:
