@@ -11,7 +11,7 @@ from transformers import GPT2Config, LlamaConfig
 
 import meshpar
 from meshpar.cli import main
-from meshpar.config import ParallelConfig
+from meshpar.config import ConfigError, ParallelConfig
 from meshpar.planner.chrome import write_trace
 from meshpar.planner.communication import Microbatches
 from meshpar.planner.forecast import room
@@ -118,6 +118,9 @@ def test_more_positions_than_the_model_has_are_refused():
     assert meshpar.plan(model, world_size=2, device="h100-80gb", seq_len=128).fits
     with pytest.raises(ValueError, match="an embedding of 128 positions, and a row asks for number 128"):
         meshpar.plan(model, world_size=2, device="h100-80gb", seq_len=129)
+    job = open_job(model, {"data.seq_len": 129}, 2, "h100-80gb", search=True)
+    with pytest.raises(ConfigError, match=r"none of .* refused first: .* an embedding of 128 positions"):
+        search(job)
 
 
 @pytest.fixture(scope="module")

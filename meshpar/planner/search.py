@@ -88,6 +88,7 @@ class _Search:
         self.base = replace(base, **sizes, virtual_stages=1, schedule="1F1B", microbatches=None, stage_layers=None)
         self.bounds = Bounds(job)
         self.pruned: Counter[str] = Counter()
+        self.refusal = ""  # what the model says of the first setting that it cannot be laid out on
         self.considered = 0
         self.fitting: dict[Hashable, bool] = {}
         self.queue: list[tuple[float, int, str, Setting]] = []
@@ -115,6 +116,7 @@ class _Search:
             )
         if not best:
             reasons = "; ".join(f"{why}: {n}" for why, n in self.pruned.most_common())
+            reasons += f"; refused first: {self.refusal}" if self.refusal else ""
             raise ConfigError(f"none of {self.considered} settings fits {self.job.device.name} ({reasons}).")
         found = tuple(forecast_of(self.job, *setting) for setting in best)
         return Ranking(found, self.considered, dict(self.pruned.most_common()))
@@ -197,8 +199,8 @@ class _Search:
                 continue
             try:
                 self._push(self.bounds.seconds_of_schedule(*setting, costs), "examine", setting)
-            except ValueError:
-                self.pruned[REFUSED] += 1
+            except ValueError as error:
+                self._refuse(error)
 
     # One setting, ever closer
 
@@ -209,11 +211,15 @@ class _Search:
                 self.pruned[MEMORY] += 1
                 return
             layers = job.study.stage_layers(config)
-        except ValueError:
-            self.pruned[REFUSED] += 1
+        except ValueError as error:
+            self._refuse(error)
             return
         found = timing.forecast(job.study.work(config), config, batch, layers, job.device, job.network)
         self._push(found.step_seconds, "done", setting)
+
+    def _refuse(self, error: ValueError) -> None:
+        self.pruned[REFUSED] += 1
+        self.refusal = self.refusal or str(error).splitlines()[0].rstrip(".")
 
     def _fits(self, setting: Setting) -> bool:
         """Whether every rank's memory does, which is the same for any number of replicas."""
