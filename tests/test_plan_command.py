@@ -196,7 +196,7 @@ def test_search_ranks_and_writes_a_recipe_that_loads(tiny, tmp_path, capsys):
     assert main(["plan", tiny, *options, "--write", str(written)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["plan", tiny, *options, "--write", str(written / "deeper")]) == 2
-    assert "there is no directory" in capsys.readouterr().err
+    assert "give a file in a directory that is there" in capsys.readouterr().err
 
 
 def test_overrides_may_stand_behind_options(capsys):
