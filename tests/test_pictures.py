@@ -8,10 +8,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from meshpar.config import ParallelConfig
+from meshpar.config import ConfigError, ParallelConfig
+from meshpar.planner import report
 from meshpar.planner.orders import schedule_order
 from meshpar.planner.pictures import MemoryRow, Picture, first_pipeline, write_html
 from meshpar.planner.plots import write_png
+from meshpar.planner.report import check_picture
 from meshpar.planner.simulate import Timeline, simulate
 
 CONFIG = ParallelConfig(pp=2, dp_shard=2, tp=2, schedule="ZBVZeroBubble", virtual_stages=2, microbatches=4)
@@ -77,5 +79,9 @@ def test_a_png_or_what_it_needs(picture, tmp_path, monkeypatch):
     write_png(tmp_path / "plan.png", picture)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    check_picture(tmp_path / "plan.html")
+    with pytest.raises(ConfigError, match=r'plan.png\' needs matplotlib: pip install "meshpar\[plot\]"'):
+        check_picture(tmp_path / "plan.png")
     with pytest.raises(ModuleNotFoundError, match=r'pip install "meshpar\[plot\]"'):
         write_png(tmp_path / "plan.png", picture)

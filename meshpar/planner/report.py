@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,11 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a name whose ending is no picture's."""
+    """Refuse a name whose ending is no picture's, and a PNG where there is nothing to draw it with."""
     if path.suffix not in _PICTURES:
         raise ConfigError(f"plot={str(path)!r} must end in {' or '.join(_PICTURES)}.")
+    if path.suffix == ".png" and find_spec("matplotlib") is None:
+        raise ConfigError(f'plot={str(path)!r} needs matplotlib: pip install "meshpar[plot]".')
 
 
 def draw(path: Path, found: MeshForecast, measured: Timeline | None = None) -> None:
