@@ -252,12 +252,13 @@ class ParallelModel(nn.Module):
     def eval_loss(self, batch: Batches) -> Tensor:
         """The loss `forward_backward` would return, without gradients or dropout; batches may have any shape."""
         batches = self._prepare(batch)
-        was_training = self.training
+        training = [module for module in self.modules() if module.training]
         self.eval()
         try:
             return self._loss.everywhere(self._pipeline.eval_step(batches))
         finally:
-            self.train(was_training)
+            for module in training:
+                module.training = True
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **inputs: Tensor) -> CausalLMOutput:
         """pp=1 only: the loss of the global batch, differentiable, or without ``labels`` the logits [b, s, vocabulary].

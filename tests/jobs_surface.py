@@ -191,6 +191,18 @@ def set_up_by_a_dict(model, own: dict) -> None:
         raise ValueError(str(error)) from None
 
 
+def modes_after_an_evaluation(config: dict, batch: dict) -> tuple[set[str], set[str]]:
+    """Modules in evaluation mode before an evaluation, and after it."""
+    model = make(config)
+    model.get_submodule("_runner.model.model.layers.1.mlp").eval()
+    before, _, after = _in_eval_mode(model), model.eval_loss(rows_of_rank(batch, model.mesh)), _in_eval_mode(model)
+    return before, after
+
+
+def _in_eval_mode(model) -> set[str]:
+    return {name for name, module in model.named_modules() if not module.training}
+
+
 def first_run_in_inference_mode(config: dict, batch: dict) -> dict:
     """Everything but a step under torch.inference_mode(): set-up, evaluation and, without a pipeline, calls."""
     source = models.tiny_model()

@@ -77,6 +77,12 @@ def test_a_config_of_another_type_is_refused(pool):
     assert message == "config is a dict; pass a ParallelConfig or an accelerate.ParallelismConfig"
 
 
+def test_an_evaluation_leaves_each_module_s_mode_as_it_was(pool):
+    [(before, after)] = pool.run(1, jobs.modes_after_an_evaluation, dict(dp_shard=1), models.make_batch())
+    assert before == after
+    assert len(before) == 5  # the MLP, its three projections and its activation
+
+
 def test_autocast_and_copies_are_refused_with_what_to_do_instead(pool):
     actions = (jobs.step_with_autocast, jobs.call_with_autocast, jobs.copy_model, jobs.pickle_model, jobs.step)
     for step, call, copied, pickled, last in pool.run(2, jobs.messages_of, dict(tp=2), *actions):
