@@ -218,6 +218,12 @@ def test_settings_that_stay_are_those_that_are_used(pool, no_dropout, stopped, t
     assert numbers(run) == numbers(stopped / "whole")
 
 
+def test_another_schedule_is_followed_from_the_first_step_after_a_resume(pool, no_dropout, stopped, tmp_path):
+    source = str(stopped / "part" / "checkpoints" / "step-3")
+    train(pool, recipe(no_dropout, tmp_path, DP2, checkpoint__resume=source, optim__schedule="constant"))
+    assert [row["lr"] for row in numbers(tmp_path)] == [0.01] * 3
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

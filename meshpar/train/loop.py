@@ -38,7 +38,7 @@ from .checkpoints import Checkpoints, SaveFailed
 from .data import GlobalBatches, Row, check_vocabulary, eval_batches, load_rows, pad_token_id
 from .guard import StepFailed, StepGuard, Verdict
 from .metrics import Metrics
-from .optim import make_optimizer, make_schedule
+from .optim import make_optimizer, make_schedule, set_rate
 from .traces import TRACED, traced_step
 from .trackers import check_trackers
 
@@ -185,7 +185,7 @@ class Job:
         mark("optimizer")
         max_norm = self.recipe.optim.max_grad_norm
         grad_norm = self.model.grad_norm() if max_norm is None else self.model.clip_grad_norm_(max_norm)
-        lr = self.schedule.get_last_lr()[0]
+        lr = self.optimizer.param_groups[0]["lr"]
         find = partial(find_nonfinite, self.model, batch, random)
         watcher = watch.current()
         stop = watcher is not None and watcher.stop_requested
@@ -231,6 +231,7 @@ class Job:
         self.step = state["step"]
         self.tokens.fill_(state["tokens"])
         self.schedule.load_state_dict(state["schedule"])
+        set_rate(self.optimizer, self.schedule, self.recipe.optim, self.recipe.train.steps)
         self.batches.load_state_dict(state["data"])
         self.guard.load_state_dict(state.get("guard", {}))  # checkpoints of earlier versions have none
 

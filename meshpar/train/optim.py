@@ -27,6 +27,12 @@ def make_schedule(optimizer: AdamW, optim: Optim, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, partial(lr_factor, optim=optim, steps=steps))
 
 
+def set_rate(optimizer: AdamW, schedule: LambdaLR, optim: Optim, steps: int) -> None:
+    """The next step's learning rate: the optimizer of a checkpoint has that of the schedule it was saved with."""
+    for group, base in zip(optimizer.param_groups, schedule.base_lrs, strict=True):
+        group["lr"] = base * lr_factor(schedule.last_epoch, optim, steps)
+
+
 def lr_factor(step: int, optim: Optim, steps: int) -> float:
     """What ``optim.lr`` is multiplied by in the step after ``step`` finished ones.
 
