@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
 from .comm import storage_of
-from .styles import TensorParallel
+from .tensor_parallel import TensorParallel
 
 _SUMS = {
     torch.ops._c10d_functional.all_reduce.default,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .config import ParallelConfig
 from .schedules import splits_backward
-from .styles import TensorParallel
+from .tensor_parallel import TensorParallel
 
 log = logging.getLogger("meshpar")
 

@@ -11,17 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .tensor_parallel import TensorParallel
 from .tp_plan import Plan
-
-if TYPE_CHECKING:
-    from .styles import TensorParallel
 
 # Drop attention weights, which in a block are split by heads on every mesh.
 _OF_HEADS = {"attention_dropout", "attn_pdrop"}

@@ -34,7 +34,8 @@ from .probe import check_shapes
 from .split import Runner, split_model
 from .stages import stage_ranges, stage_ranks, stages_of_rank
 from .step_loss import StepLoss
-from .styles import TensorParallel, apply_styles
+from .styles import apply_styles
+from .tensor_parallel import TensorParallel
 from .tp_plan import Plan, make_plan
 from .weights_convert import original_layout, pin_layout
 from .weights_out import own_code, write_pretrained

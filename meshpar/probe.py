@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from .load import meta_copy
 from .no_data import NoData
-from .styles import TensorParallel, map_hidden
+from .styles import map_hidden
+from .tensor_parallel import TensorParallel
 from .tp_plan import Plan
 
 

@@ -24,7 +24,8 @@ from .load import meta_copy
 from .loss import lazy_head
 from .no_data import NoData
 from .stages import StageRange
-from .styles import TensorParallel, map_hidden
+from .styles import map_hidden
+from .tensor_parallel import TensorParallel
 
 
 class Hole(nn.Module):

@@ -22,7 +22,8 @@ from ..load import meta_copy, skeleton_from_config
 from ..pretrained import read_config
 from ..split import shared_names
 from ..stages import StageRange, stage_of, stage_ranges, stage_ranks
-from ..styles import ParamSpec, TensorParallel, apply_styles
+from ..styles import ParamSpec, apply_styles
+from ..tensor_parallel import TensorParallel
 from ..tp_plan import Plan, make_plan
 from ..trial import kind
 
